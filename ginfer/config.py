@@ -1,0 +1,71 @@
+"""EngineConfig: every engine option, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ginfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_CONCURRENCY = 8
+CHUNK_MULTIPLE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine. Raises ConfigError naming the field, the value and what is legal.
+
+    max_context: tokens per request, prompt and answer; None = the model's native length.
+    kv_capacity: tokens of K/V for all requests together; None = auto.
+    prefill_chunk: most prompt tokens per forward. threads: CPU image only, None = all cores.
+    """
+
+    package: Path
+    backend: str = "auto"  # auto, cpu, cuda
+    max_context: int | None = None
+    kv_capacity: int | None = None
+    kv_dtype: str = "bf16"
+    max_concurrency: int = 8
+    max_pending: int = 16
+    pending_timeout_s: float = 600.0
+    prefill_chunk: int = 1024
+    prefix_reuse: bool = True
+    tp: int | None = None  # None = auto
+    spec: str = "auto"
+    threads: int | None = None
+    verify: bool = False  # check every digest before loading
+
+    def __post_init__(self) -> None:
+        self._one_of("backend", self.backend, ("auto", "cpu", "cuda"))
+        self._one_of("kv_dtype", self.kv_dtype, ("bf16",))
+        self._one_of("spec", self.spec, ("auto", "none"))
+        self._one_of("tp", self.tp, (None, 1))
+        self._within("max_concurrency", self.max_concurrency, 1, MAX_CONCURRENCY)
+        self._within("max_pending", self.max_pending, 1, 1 << 20)
+        self._within("prefill_chunk", self.prefill_chunk, CHUNK_MULTIPLE, 1 << 20)
+        if self.prefill_chunk % CHUNK_MULTIPLE:
+            raise ConfigError(
+                f"prefill_chunk is {self.prefill_chunk}; give a multiple of {CHUNK_MULTIPLE}",
+                param="prefill_chunk",
+            )
+        if not self.pending_timeout_s > 0:
+            raise ConfigError(
+                f"pending_timeout_s is {self.pending_timeout_s}; give seconds above 0",
+                param="pending_timeout_s",
+            )
+        for name in ("max_context", "kv_capacity", "threads"):
+            value = getattr(self, name)
+            if value is not None:
+                self._within(name, value, 1, 1 << 30)
+
+    def _one_of(self, name: str, value: object, legal: tuple[object, ...]) -> None:
+        if value not in legal:
+            choices = ", ".join("auto" if v is None else str(v) for v in legal)
+            raise ConfigError(f"{name} is {value!r}; legal: {choices}", param=name)
+
+    def _within(self, name: str, value: int, low: int, high: int) -> None:
+        if not low <= value <= high:
+            raise ConfigError(f"{name} is {value}; legal: {low} to {high}", param=name)

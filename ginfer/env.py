@@ -1,0 +1,27 @@
+"""Every environment variable of the library: name, type, default, one line of help."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """One variable; `read` returns its text or the default."""
+
+    name: str
+    default: str
+    help: str
+
+    def read(self) -> str:
+        """The value in the environment, else the default."""
+        return os.environ.get(self.name, self.default)
+
+
+CACHE_DIR = EnvVar(
+    "GINFER_CACHE_DIR", "", "folder for compiled kernels; default: the user's cache folder"
+)
+THREADS = EnvVar("GINFER_THREADS", "", "threads of the CPU image; default: all cores")
+
+ALL = (CACHE_DIR, THREADS)

@@ -1,0 +1,115 @@
+"""Exception tree of the library: one class per kind of fault, each with a stable wire code.
+
+GInferError
+├── ConfigError                   an option or field of our own configuration is wrong
+├── ArtifactError                 a package cannot be used; `findings` lists every defect
+├── RequestError                  the caller's request is wrong (HTTP 400 unless the class says
+otherwise) │   ├── UnsupportedError          a field that we refuse to obey, by name
+│   └── ContextLengthError        the prompt does not fit
+├── OverloadedError               the queue is full (429)
+├── QueueTimeoutError             the request waited longer than the pending timeout (503)
+├── UnavailableError              the engine is starting, restarting or gone (503)
+└── InternalError                 our own fault (500)
+
+`code` is what a client program branches on; `param` names the offending field, or is None.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class GInferError(Exception):
+    """Base of every error that this library raises on purpose. The message names the remedy."""
+
+    code = "internal_error"
+    status = 500
+
+    def __init__(self, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ConfigError(GInferError):
+    """A configuration value is wrong; `param` is the option's name."""
+
+    code = "invalid_config"
+
+
+class ArtifactError(GInferError):
+    """A package cannot be used. `findings` holds every defect, in file order; the message names
+    the first."""
+
+    code = "invalid_package"
+
+    def __init__(self, message: str, *, findings: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.findings = tuple(findings)
+
+
+class RequestError(GInferError):
+    """A request field is malformed or contradictory; `param` names it."""
+
+    code = "invalid_value"
+    status = 400
+
+
+class UnsupportedError(RequestError):
+    """A request field is well formed but we cannot obey it, so we refuse it."""
+
+    code = "unsupported_parameter"
+
+
+class ContextLengthError(RequestError):
+    """The prompt is longer than the context, or needs more K/V than the whole pool has."""
+
+    code = "context_length_exceeded"
+
+
+class OverloadedError(GInferError):
+    """Concurrency and queue are full; try again later."""
+
+    code = "server_overloaded"
+    status = 429
+
+
+class QueueTimeoutError(GInferError):
+    """The request waited in the queue longer than the pending timeout."""
+
+    code = "request_queue_timeout"
+    status = 503
+
+
+class UnavailableError(GInferError):
+    """The engine cannot serve now; the message says why and what happens next."""
+
+    code = "service_unavailable"
+    status = 503
+
+
+class InternalError(GInferError):
+    """A fault of ours that cost this request."""
+
+
+def error_from_code(kind: str, message: str, code: str, param: str | None) -> GInferError:
+    """Rebuild an error that crossed a process border. Unknown kinds become InternalError."""
+    classes: dict[str, type[GInferError]] = {
+        c.__name__: c
+        for c in (
+            ConfigError,
+            RequestError,
+            UnsupportedError,
+            ContextLengthError,
+            OverloadedError,
+            QueueTimeoutError,
+            UnavailableError,
+            InternalError,
+        )
+    }
+    return classes.get(kind, InternalError)(message, code=code, param=param)

@@ -1,0 +1,96 @@
+"""Dimensions of a model as the backends need them: the block shapes and nothing about files or
+requests."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+PAGE_TOKENS = 64  # tokens of one K/V page; GDN chunks have the same length
+
+
+class LayerKind(StrEnum):
+    """The mixer of a layer."""
+
+    FULL_ATTENTION = "full_attention"
+    SLIDING_ATTENTION = "sliding_attention"
+    GATED_DELTANET = "gated_deltanet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Gated full attention with per-head q/k norms and partial interleaved M-RoPE (models of the
+    Qwen3.8 family)."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    mrope_sections: tuple[
+        int, int, int
+    ]  # frequencies per axis (T, H, W); they sum to rotary_dim / 2
+
+    @property
+    def q_width(self) -> int:
+        """Columns of all query heads (and of the output gate)."""
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of all key (or value) heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Factor of the scores."""
+        return math.sqrt(1.0 / self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnSpec:
+    """Gated DeltaNet: value head j reads key head j // (num_v_heads / num_k_heads)."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    conv_taps: int
+
+    @property
+    def key_width(self) -> int:
+        """Columns of all key (or query) heads."""
+        return self.num_k_heads * self.k_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Columns of all value heads (and of the gate z)."""
+        return self.num_v_heads * self.v_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the causal convolution: q, k, v."""
+        return 2 * self.key_width + self.value_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One text model. `layers` gives the mixer of each layer; weights of norms are stored as (w),
+    used as (1 + w)."""
+
+    hidden_size: int
+    mlp_width: int
+    vocab_size: int  # rows of embedding and head
+    num_token_ids: (
+        int  # legal ids are 0 .. num_token_ids - 1; the rest is padding and never selected
+    )
+    max_context: int
+    norm_eps: float
+    layers: tuple[LayerKind, ...]
+    attention: AttentionSpec
+    gdn: GdnSpec
+
+    def layers_of(self, kind: LayerKind) -> tuple[int, ...]:
+        """Indices of the layers of one kind, ascending."""
+        return tuple(i for i, k in enumerate(self.layers) if k is kind)
