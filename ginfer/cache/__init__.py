@@ -1,0 +1,15 @@
+"""Host bookkeeping of K/V pages, recurrent slots and reusable prefixes; no device code."""
+
+from ginfer.cache.arena import Pool
+from ginfer.cache.prefix import AppendPrefixCache, MadeBy, Prefix, PrefixCache
+from ginfer.cache.sequence import Sequence, SequenceCache
+
+__all__ = [
+    "AppendPrefixCache",
+    "MadeBy",
+    "Pool",
+    "Prefix",
+    "PrefixCache",
+    "Sequence",
+    "SequenceCache",
+]
