@@ -1,0 +1,325 @@
+"""Every field of a Chat Completions request: what is done with it, and how its value is checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from appliance.protocols import checks
+from appliance.protocols.chat_messages import parse_messages, parse_tool_choice, parse_tools
+from ginfer.engine.request import MAX_TOP_LOGPROBS
+from ginfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+MAX_TOKENS = (1 << 31) - 1
+MAX_SEED = (1 << 64) - 1
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+
+
+class Verdict(StrEnum):
+    """What happens to a field."""
+
+    OBEYED = "obeyed"
+    REFUSED = "refused"
+    ACCEPTED = "accepted without effect"
+
+
+@dataclass(frozen=True)
+class Field:
+    """One request field. `check(value, path)` returns the value as the request keeps it, or raises
+    RequestError; `note` is its line in docs/api.md."""
+
+    verdict: Verdict
+    check: Callable[[Any, str], Any]
+    note: str
+
+
+def _number(low: float, high: float) -> Callable[[Any, str], float]:
+    return lambda value, path: checks.number(value, path, low, high)
+
+
+def _integer(low: int, high: int) -> Callable[[Any, str], int]:
+    return lambda value, path: checks.integer(value, path, low, high)
+
+
+def _one_of(*legal: str, code: str = "invalid_value") -> Callable[[Any, str], str]:
+    return lambda value, path: checks.one_of(value, path, legal, code=code)
+
+
+def _only(legal: object, why: str, code: str) -> Callable[[Any, str], Any]:
+    """Accept one value; refuse every other by `code`."""
+
+    def check(value: Any, path: str) -> Any:
+        if type(value) is not type(legal) or value != legal:
+            raise checks.refused(path, f"{why}; it is {checks.shown(value)}", code=code)
+        return value
+
+    return check
+
+
+def _never(why: str, code: str = "unsupported_parameter") -> Callable[[Any, str], NoReturn]:
+    def check(value: Any, path: str) -> NoReturn:
+        raise checks.refused(path, why, code=code)
+
+    return check
+
+
+def _stop(value: Any, path: str) -> tuple[str, ...]:
+    """Stop strings in declaration order; an empty one stops nothing and is dropped."""
+    entries = [value] if isinstance(value, str) else checks.array(value, path)
+    if len(entries) > MAX_STOPS:
+        raise checks.wrong(path, value, f"at most {MAX_STOPS} stop strings")
+    stops = [checks.string(s, f"{path}.{i}") for i, s in enumerate(entries)]
+    for text in stops:
+        if len(text) > MAX_STOP_CHARS:
+            raise checks.wrong(path, text, f"stop strings of at most {MAX_STOP_CHARS} characters")
+    return tuple(s for s in stops if s)
+
+
+def _logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
+    """(token id, bias) by ascending id."""
+    pairs = {}
+    for key, bias in checks.mapping(value, path).items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 9):
+            raise checks.wrong(f"{path}.{key}", key, "a token id as the member's name")
+        pairs[int(key)] = checks.number(bias, f"{path}.{key}", -100, 100)
+    return tuple(sorted(pairs.items()))
+
+
+def _stream_options(value: Any, path: str) -> bool:
+    """Whether usage is wanted in the stream."""
+    found = checks.members(value, path, ("include_usage", "include_obfuscation"))
+    if checks.boolean(found.get("include_obfuscation", False), f"{path}.include_obfuscation"):
+        raise checks.refused(
+            f"{path}.include_obfuscation",
+            "chunks are not padded; leave it out or set it to false",
+            code="stream_option_not_supported",
+        )
+    return checks.boolean(found.get("include_usage", False), f"{path}.include_usage")
+
+
+def _response_format(value: Any, path: str) -> str:
+    kind = checks.mapping(value, path).get("type")
+    if kind in ("json_object", "json_schema"):
+        raise checks.refused(
+            path, f"{kind} cannot be enforced; use text", code="response_format_not_supported"
+        )
+    checks.members(value, path, ("type",))
+    return checks.one_of(kind, f"{path}.type", ("text",))
+
+
+def _modalities(value: Any, path: str) -> Any:
+    if checks.array(value, path) != ["text"]:
+        raise checks.refused(path, "only ['text'] is supported", code="modality_not_supported")
+    return value
+
+
+def _effort(value: Any, path: str) -> str:
+    return checks.one_of(value, path, EFFORTS, code="reasoning_effort_not_supported")
+
+
+TEMPLATE_KWARGS: dict[str, Callable[[Any, str], Any]] = {
+    "enable_thinking": checks.boolean,
+    "preserve_thinking": checks.boolean,
+    "reasoning_effort": _effort,
+}
+
+
+def _template_kwargs(value: Any, path: str) -> dict[str, Any]:
+    """The thinking options, given the way template arguments are."""
+    found = checks.mapping(value, path)
+    for name in found:
+        if name not in TEMPLATE_KWARGS:
+            known = ", ".join(TEMPLATE_KWARGS)
+            raise checks.refused(
+                f"{path}.{name}",
+                f"not a template option; known: {known}",
+                code="chat_template_option_not_supported",
+            )
+    return {k: TEMPLATE_KWARGS[k](v, f"{path}.{k}") for k, v in found.items() if v is not None}
+
+
+def _prediction(value: Any, path: str) -> None:
+    found = checks.members(value, path, ("type", "content"))
+    checks.one_of(checks.required(found, path, "type"), f"{path}.type", ("content",))
+    content = checks.required(found, path, "content")
+    if not isinstance(content, str | list):
+        raise checks.wrong(f"{path}.content", content, "a string or an array of text parts")
+
+
+def _cache_options(value: Any, path: str) -> None:
+    found = checks.members(value, path, ("mode", "ttl"))
+    for name, member in found.items():
+        checks.string(member, f"{path}.{name}")
+
+
+FIELDS: dict[str, Field] = {
+    "model": Field(
+        Verdict.OBEYED, checks.string, "required; must be the served id, else 404 `model_not_found`"
+    ),
+    "messages": Field(Verdict.OBEYED, parse_messages, "required; see Messages below"),
+    "max_completion_tokens": Field(
+        Verdict.OBEYED,
+        _integer(1, MAX_TOKENS),
+        "above 0; reasoning counts; default `--default-max-tokens`; the context ends a response "
+        "too",
+    ),
+    "max_tokens": Field(
+        Verdict.OBEYED,
+        _integer(1, MAX_TOKENS),
+        "older name of max_completion_tokens; both given and different is 400 "
+        "`conflicting_parameters`",
+    ),
+    "temperature": Field(Verdict.OBEYED, _number(0, 2), "0 to 2; 0 is greedy"),
+    "top_p": Field(Verdict.OBEYED, _number(0, 1), "0 to 1, exact over the top_k"),
+    "top_k": Field(Verdict.OBEYED, _integer(0, MAX_TOKENS), "0 is no limit; any value, exactly"),
+    "min_p": Field(Verdict.OBEYED, _number(0, 1), "0 to 1"),
+    "presence_penalty": Field(
+        Verdict.OBEYED, _number(-2, 2), "-2 to 2; counts generated tokens; at temperature 0 too"
+    ),
+    "frequency_penalty": Field(
+        Verdict.OBEYED, _number(-2, 2), "-2 to 2; counts generated tokens; at temperature 0 too"
+    ),
+    "logit_bias": Field(
+        Verdict.OBEYED, _logit_bias, "object: token id → -100 to 100, added to the logit"
+    ),
+    "seed": Field(
+        Verdict.OBEYED,
+        _integer(0, MAX_SEED),
+        "0 to 2^64 - 1; the same request repeats its tokens at any load; fresh when absent",
+    ),
+    "stop": Field(
+        Verdict.OBEYED,
+        _stop,
+        f"string or array of at most {MAX_STOPS}; matched in the answer, not in the reasoning; an "
+        "empty string stops nothing",
+    ),
+    "logprobs": Field(
+        Verdict.OBEYED,
+        checks.boolean,
+        "log-softmax of the raw logits for each token of the answer, tool-call syntax included, "
+        "reasoning not",
+    ),
+    "top_logprobs": Field(
+        Verdict.OBEYED, _integer(0, MAX_TOP_LOGPROBS), f"0 to {MAX_TOP_LOGPROBS}; needs logprobs"
+    ),
+    "n": Field(Verdict.OBEYED, _only(1, "one choice per request", "n_not_supported"), "only 1"),
+    "stream": Field(Verdict.OBEYED, checks.boolean, "server-sent events, ended by `[DONE]`"),
+    "stream_options": Field(
+        Verdict.OBEYED,
+        _stream_options,
+        "include_usage; include_obfuscation only false; needs stream",
+    ),
+    "tools": Field(Verdict.OBEYED, parse_tools, "functions; see Tools below"),
+    "tool_choice": Field(
+        Verdict.OBEYED,
+        parse_tool_choice,
+        "`auto` or `none` (the tools are not shown); `required` and named choices are refused: "
+        "`tool_choice_not_supported`",
+    ),
+    "parallel_tool_calls": Field(
+        Verdict.OBEYED,
+        _only(True, "the number of calls cannot be limited", "parallel_tool_calls_not_supported"),
+        "only true",
+    ),
+    "response_format": Field(
+        Verdict.OBEYED,
+        _response_format,
+        'only `{"type": "text"}`; JSON forms are refused: `response_format_not_supported`',
+    ),
+    "modalities": Field(Verdict.OBEYED, _modalities, 'only `["text"]`'),
+    "verbosity": Field(
+        Verdict.OBEYED,
+        _only("medium", "the answer's length has no switch", "verbosity_not_supported"),
+        "only `medium`, which is its default",
+    ),
+    "store": Field(
+        Verdict.OBEYED,
+        _only(False, "completions are not stored", "store_not_supported"),
+        "only false: nothing is stored",
+    ),
+    "reasoning_effort": Field(
+        Verdict.OBEYED,
+        _effort,
+        "none (thinking off), minimal, low, medium, high, xhigh, max; the nearest level that the "
+        "template has, ties upward",
+    ),
+    "enable_thinking": Field(
+        Verdict.OBEYED,
+        checks.boolean,
+        "extension; contradicting reasoning_effort is 400 `conflicting_template_option`",
+    ),
+    "preserve_thinking": Field(
+        Verdict.OBEYED, checks.boolean, "extension; whether earlier turns keep their reasoning"
+    ),
+    "chat_template_kwargs": Field(
+        Verdict.OBEYED,
+        _template_kwargs,
+        "extension; enable_thinking, preserve_thinking, reasoning_effort: the same as the fields",
+    ),
+    "thinking_budget": Field(
+        Verdict.OBEYED,
+        _integer(0, MAX_TOKENS),
+        "extension; most tokens of reasoning; at the limit the think block is closed, the closing "
+        "is not shown",
+    ),
+    "user": Field(Verdict.ACCEPTED, checks.string, "an end-user id for the provider's statistics"),
+    "safety_identifier": Field(Verdict.ACCEPTED, checks.string, "as user"),
+    "prompt_cache_key": Field(
+        Verdict.ACCEPTED, checks.string, "a hint; prefixes are found by their tokens"
+    ),
+    "prompt_cache_retention": Field(
+        Verdict.ACCEPTED, _one_of("in-memory", "in_memory", "24h"), "a hint"
+    ),
+    "prompt_cache_options": Field(Verdict.ACCEPTED, _cache_options, "a hint"),
+    "service_tier": Field(
+        Verdict.ACCEPTED,
+        _one_of("auto", "default", code="service_tier_not_supported"),
+        "`auto` or `default`; there is one tier",
+    ),
+    "prediction": Field(
+        Verdict.ACCEPTED, _prediction, "a hint for speed that may not change the answer"
+    ),
+    "metadata": Field(
+        Verdict.REFUSED,
+        _never("labels belong to stored completions, and none are stored"),
+        "labels for stored completions; nothing is stored",
+    ),
+    "functions": Field(Verdict.REFUSED, _never("use tools"), "use tools"),
+    "function_call": Field(Verdict.REFUSED, _never("use tool_choice"), "use tool_choice"),
+    "audio": Field(
+        Verdict.REFUSED, _never("text only", "modality_not_supported"), "`modality_not_supported`"
+    ),
+    "web_search_options": Field(
+        Verdict.REFUSED, _never("there is no web search; offer it as a function"), "no web search"
+    ),
+    "moderation": Field(
+        Verdict.REFUSED, _never("there is no moderation model"), "no moderation model"
+    ),
+}
+
+
+def check_fields(body: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Checked values of the fields given, null counting as absent, and the names of those accepted
+    without effect. Raises RequestError: unknown_parameter, or what the field's check says."""
+    for name in body:
+        if name not in FIELDS:
+            raise checks.unknown(name)
+    given = {name: value for name, value in body.items() if value is not None}
+    values = {name: FIELDS[name].check(value, name) for name, value in given.items()}
+    accepted = tuple(n for n in FIELDS if n in given and FIELDS[n].verdict is Verdict.ACCEPTED)
+    return values, accepted
+
+
+def conflict(names: tuple[str, str], code: str) -> RequestError:
+    """The error for two fields that contradict each other."""
+    return RequestError(
+        f"{names[0]} and {names[1]} contradict each other; give one of them",
+        code=code,
+        param=names[1],
+    )
