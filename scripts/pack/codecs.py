@@ -97,7 +97,7 @@ def _fragments(elements: NDArray[Element], order: str) -> NDArray[Element]:
 
 
 def _scale_pairs(scales: NDArray[np.float16], groups_per_tile: int) -> Bytes:
-    """[128, groups] to bytes [k, r * group * g * 4]: the scales of rows g and g + 8 side by side."""
+    """[128, groups] to bytes [k, r * group * g * 4]: scales of rows g and g + 8 side by side."""
     split = scales.reshape(TILE_N // ROW_TILE, 2, 8, -1, groups_per_tile)  # r h g k group
     pairs = np.ascontiguousarray(split.transpose(3, 0, 4, 2, 1))
     return pairs.reshape(len(pairs), -1).view(np.uint8)
