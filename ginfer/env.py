@@ -23,5 +23,8 @@ CACHE_DIR = EnvVar(
     "GINFER_CACHE_DIR", "", "folder for compiled kernels; default: the user's cache folder"
 )
 THREADS = EnvVar("GINFER_THREADS", "", "threads of the CPU image; default: all cores")
+DEMO_CHECKPOINT = EnvVar(
+    "GINFER_DEMO_CHECKPOINT", "", "folder of the demo checkpoint; tests that need it run when set"
+)
 
-ALL = (CACHE_DIR, THREADS)
+ALL = (CACHE_DIR, THREADS, DEMO_CHECKPOINT)

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("checkpoint", type=click.Path(exists=True, path_type=Path))
 @click.argument("out", type=click.Path(path_type=Path), required=False)
-@click.option("--model", required=True, type=click.Choice(sorted(CONTRACTS)))
-@click.option("--weights", required=True, type=click.Choice(sorted(PROFILES)))
+@click.option("--model", required=True, help=f"One of {', '.join(CONTRACTS)}.")
+@click.option("--weights", required=True, help=f"One of {', '.join(PROFILES)}.")
 @click.option("--dry-run", is_flag=True, help="Check names and shapes; write nothing.")
 def main(checkpoint: Path, out: Path | None, model: str, weights: str, dry_run: bool) -> None:
     """Pack the folder CHECKPOINT into the file OUT (and OUT.sha256).
 
     With --dry-run CHECKPOINT may also be a JSON list of {"name": ..., "shape": [...]}.
     """
-    contract = contract_for(model, weights)
     try:
+        contract = contract_for(model, weights)
         if dry_run:
             _dry_run(checkpoint, contract)
         elif out is None:

@@ -149,9 +149,14 @@ def _weight_files(folder: Path, problems: list[str]) -> list[Path]:
     return [path for path in files if path.exists()]
 
 
+def bf16_to_f32(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
+    """The same numbers as float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 def _to_float32(raw: bytes, dtype: str) -> NDArray[np.float32]:
     if dtype == "BF16":
-        return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32)
+        return bf16_to_f32(np.frombuffer(raw, "<u2"))
     return np.frombuffer(raw, "<f2" if dtype == "F16" else "<f4").astype(np.float32)
 
 
