@@ -1,11 +1,13 @@
 """Linear operators on packed weights: y[t, n] = sum_k x[t, k] * W[n, k], float32 activations.
 
-Legend: T columns (tokens), N outputs, K inputs, I = N / 2 for the fused gate_up matrix.
+Legend: T columns (tokens), N outputs, K inputs, I = N / 2 for the fused gate_up matrix; a unit is
+64 rows of W over all K, half a row of tiles.
 
-The order of the sum is one for every T, thread count and entry point. K is cut into slices of 64
+The order of a sum is one for every T, thread count and entry point. K is cut into slices of 64
 (W8G32_F16S: 32, its scale group). A slice starts at zero and takes its terms in ascending k,
 p = fma(code, x, p); slices are added in ascending order, acc = fma(scale, p, acc), with scale 1
-for BF16.
+for BF16. Padding is never part of a sum. A task is a unit times a chunk of columns: it unpacks a
+half tile to its stack and runs the columns over it, so a weight is unpacked once per chunk.
 """
 
 from __future__ import annotations
@@ -15,144 +17,212 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from ginfer.formats import BF16, Q4G64_BF16S, Q4G64_F16S, W8G32_F16S, Layout, row_nbytes
+from ginfer.cpu import simd
+from ginfer.formats import (
+    BF16,
+    Q4G64_BF16S,
+    Q4G64_F16S,
+    TILE_NBYTES,
+    W8G32_F16S,
+    Layout,
+    row_nbytes,
+)
 
 if TYPE_CHECKING:
     from ginfer.backend import PackedTensor
 
+ROWS = simd.ROWS
+CHUNK = 96  # columns of a task
+STORE, ADD, SILU_UP = 0, 1, 2  # what becomes of a finished sum
+
+_BF16, _Q4_BF16S, _Q4, _W8 = (f.code for f in (BF16, Q4G64_BF16S, Q4G64_F16S, W8G32_F16S))
+_TILE_NBYTES = {f.code: TILE_NBYTES[f.name] for f in (BF16, Q4G64_BF16S, Q4G64_F16S, W8G32_F16S)}
+_ROW_NBYTES = 4 * ROWS
+
+_slice_scratch = simd.scratch(64 * _ROW_NBYTES)
+_scale_scratch = simd.scratch(2 * _ROW_NBYTES)
+_sum_scratch = simd.scratch(CHUNK * _ROW_NBYTES)
+
 
 class LinearWeight(NamedTuple):
-    """A matrix [N, K] as it lies in its payload; `data` is the payload view, never copied.
+    """A matrix [N, K] as it lies in its payload.
 
-    kind: code of the storage format. row_nbytes: bytes of a `rows-v1` row, 0 for tiles.
+    data: the payload view, never copied; it keeps `address` alive. kind: code of the storage
+    format. stride: bytes of a tile, or of a row for `rows-v1`.
     """
 
     data: np.ndarray
+    address: int
     kind: int
+    stride: int
     N: int
     K: int
-    row_nbytes: int
 
 
 def prepare(tensor: PackedTensor) -> LinearWeight:
-    """Views and numbers of a PackedTensor. Raises ValueError for a format without a kernel."""
-    formats = (BF16, Q4G64_BF16S, Q4G64_F16S, W8G32_F16S)
-    if tensor.format not in formats or tensor.layout is Layout.CONTIGUOUS:
-        raise ValueError(
-            f"{tensor.name}: format {tensor.format.name} has no CPU kernel for its layout"
-        )
+    """Views and numbers of a tensor. Raises ValueError for a format or layout without a kernel."""
+    fmt = tensor.format
+    if fmt.code not in _TILE_NBYTES or tensor.layout is Layout.CONTIGUOUS:
+        raise ValueError(f"{tensor.name}: no CPU kernel for {fmt.name} in {tensor.layout}")
     N, K = tensor.shape
-    row = row_nbytes(tensor.format, K) if tensor.layout is Layout.ROWS else 0
-    return LinearWeight(tensor.data, tensor.format.code, N, K, row)
+    rows = tensor.layout is Layout.ROWS
+    stride = row_nbytes(fmt, K) if rows else _TILE_NBYTES[fmt.code]
+    return LinearWeight(tensor.data, tensor.data.ctypes.data, fmt.code, stride, N, K)
 
 
-@njit(cache=True)
-def _f32(bits):
-    return np.uint32(bits).view(np.float32)
+@njit(nogil=True, cache=True)
+def _unpack(w, scale, tile, kind, first):
+    """Codes and scales of row tiles first..first + 3 of a tile to w [64][ROWS], scale [2][ROWS]."""
+    for r in range(simd.ROW_TILES):
+        source, lanes = first + r, 64 * r
+        if kind == _W8:
+            for step in range(4):
+                simd.unpack_w8(
+                    tile + 1024 * source + 256 * step, w + lanes + 16 * step * _ROW_NBYTES
+                )
+            simd.w8_scales_f16(tile + 8192 + 64 * source, scale + lanes)
+            simd.w8_scales_f16(tile + 8192 + 64 * source + 32, scale + lanes + _ROW_NBYTES)
+        elif kind == _BF16:
+            for step in range(4):
+                simd.unpack_bf16(
+                    tile + 2048 * source + 512 * step, w + lanes + 16 * step * _ROW_NBYTES
+                )
+            simd.one_rows(scale + lanes)
+        else:
+            simd.unpack_q4(tile + 512 * source, w + lanes)
+            if kind == _Q4:
+                simd.q4_scales_f16(tile + 4096 + 32 * source, scale + lanes)
+            else:
+                simd.q4_scales_bf16(tile + 4096 + 32 * source, scale + lanes)
 
 
-@njit(cache=True)
-def _half(h):
-    bits = ((h & np.uint32(0x8000)) << np.uint32(16)) | ((h & np.uint32(0x7FFF)) << np.uint32(13))
-    return np.uint32(bits).view(np.float32) * np.float32(2.0**112)
+@njit(nogil=True, cache=True)
+def _fma_columns(acc, w, scale, x, x_stride, T, count):
+    """acc[t] += scale * (w x[t]) over one slice, for T columns in blocks of 6, 4, 2, 1."""
+    t = 0
+    while T - t >= 6:
+        simd.fma_block_6(acc + t * _ROW_NBYTES, w, scale, x + t * x_stride, x_stride, count)
+        t += 6
+    if T - t >= 4:
+        simd.fma_block_4(acc + t * _ROW_NBYTES, w, scale, x + t * x_stride, x_stride, count)
+        t += 4
+    if T - t >= 2:
+        simd.fma_block_2(acc + t * _ROW_NBYTES, w, scale, x + t * x_stride, x_stride, count)
+        t += 2
+    if T - t >= 1:
+        simd.fma_block_1(acc + t * _ROW_NBYTES, w, scale, x + t * x_stride, x_stride, count)
 
 
-@njit(cache=True)
-def _u16(data, i):
-    return np.uint32(data[i]) | (np.uint32(data[i + 1]) << np.uint32(8))
+@njit(nogil=True, cache=True)
+def _finish(y, acc, T, N, unit, mode):
+    """Finished sums acc [T][ROWS] to columns of y: stored, added or as silu(gate) * up."""
+    rows = min(ROWS, N - unit * ROWS)
+    width = y.shape[1] * 4
+    for t in range(T):
+        source = acc + t * _ROW_NBYTES
+        if mode == SILU_UP:
+            target = y.ctypes.data + t * width + unit * _ROW_NBYTES // 2
+            for r in range(0, rows, 32):
+                simd.silu_up_rows(target + 2 * r, source + 4 * r)
+            continue
+        target = y.ctypes.data + t * width + unit * _ROW_NBYTES
+        for r in range(0, rows - 15, 16):
+            if mode == ADD:
+                simd.add_rows(target + 4 * r, source + 4 * r)
+            else:
+                simd.store_rows(target + 4 * r, source + 4 * r)
+        for r in range(rows // 16 * 16, rows):
+            value = simd.load_f32(source + 4 * r)
+            n = unit * ROWS + r
+            y[t, n] = y[t, n] + value if mode == ADD else value
 
 
-@njit(cache=True)
-def _code(data, kind, tiles_k, n, k):
-    row = n % 16
-    lane = (row % 8) * 4 + (k % 8) // 2
-    s = row // 8 + 2 * ((k % 16) // 8)
-    tile = (n // 128) * tiles_k + k // 64
-    rt, j = n % 128 // 16, k % 64 // 16
-    if kind == 1:
-        return _f32(
-            _u16(data, tile * 16384 + rt * 2048 + j * 512 + lane * 16 + s * 4 + (k & 1) * 2)
-            << np.uint32(16)
-        )
-    if kind == 6:
-        q = data[tile * 8704 + rt * 1024 + j * 256 + lane * 8 + s * 2 + (k & 1)]
-        return np.float32(np.int8(q))
-    i = tile * 4352 + rt * 512 + (lane * 4 + j) * 4 + (k & 1) * 2 + s // 2
-    return np.float32(np.int64(data[i] >> np.uint8(4 * (s & 1))) % 16 - 8)
+@njit(nogil=True, cache=True)
+def linear_unit(y, x, address, kind, stride, N, K, mode, unit):
+    """One task: unit `unit` of a tiled matrix for all columns of x [T <= CHUNK, K]."""
+    w, scale, acc = _slice_scratch(), _scale_scratch(), _sum_scratch()
+    T, tiles = x.shape[0], (K + 63) // 64
+    for i in range(T * simd.ROW_TILES):
+        simd.zero_rows(acc + 64 * i)
+    size = 32 if kind == _W8 else 64
+    for tile in range(tiles):
+        _unpack(w, scale, address + (unit // 2 * tiles + tile) * stride, kind, unit % 2 * 4)
+        for k in range(0, min(64, K - 64 * tile), size):
+            column = x.ctypes.data + 4 * (64 * tile + k)
+            count = min(size, K - 64 * tile - k)
+            part = k // size * _ROW_NBYTES
+            _fma_columns(acc, w + k * _ROW_NBYTES, scale + part, column, 4 * K, T, count)
+    _finish(y, acc, T, N, unit, mode)
 
 
-@njit(cache=True)
-def _scale(data, kind, tiles_k, n, k):
-    tile = (n // 128) * tiles_k + k // 64
-    rt, pair = n % 128 // 16, (n % 8) * 2 + n % 16 // 8
-    if kind == 1:
-        return np.float32(1)
-    if kind == 6:
-        return _half(_u16(data, tile * 8704 + 8192 + rt * 64 + k % 64 // 32 * 32 + pair * 2))
-    bits = _u16(data, tile * 4352 + 4096 + rt * 32 + pair * 2)
-    return _half(bits) if kind == 5 else _f32(bits << np.uint32(16))
-
-
-@njit(cache=True, nogil=True)
-def _dot(x, t, data, kind, n, K):
-    acc = np.float32(0)
-    size = 32 if kind == 6 else 64
-    for k0 in range(0, K, size):
-        p = np.float32(0)
-        for k in range(k0, min(K, k0 + size)):
-            p += _code(data, kind, (K + 63) // 64, n, k) * x[t, k]
-        acc += _scale(data, kind, (K + 63) // 64, n, k0) * p
-    return acc
-
-
-@njit(cache=True, nogil=True, parallel=True)
-def _linear(y, x, data, kind, N, K, mode):
+@njit(nogil=True, parallel=True, cache=True)
+def _linear(y, x, address, kind, stride, N, K, mode):
     T = x.shape[0]
-    if mode == 2:
-        for i in prange(N // 2):
-            gate = i // 16 * 32 + i % 16
-            for t in range(T):
-                g = _dot(x, t, data, kind, gate, K)
-                u = _dot(x, t, data, kind, gate + 16, K)
-                y[t, i] = g / (np.float32(1) + np.exp(-g)) * u
-    else:
-        for n in prange(N):
-            for t in range(T):
-                v = _dot(x, t, data, kind, n, K)
-                y[t, n] = y[t, n] + v if mode == 1 else v
+    units, chunks = (N + ROWS - 1) // ROWS, (T + CHUNK - 1) // CHUNK
+    for task in prange(units * chunks):
+        unit, first = task % units, task // units * CHUNK
+        last = min(T, first + CHUNK)
+        linear_unit(y[first:last], x[first:last], address, kind, stride, N, K, mode, unit)
+
+
+def _run(y, x, weight, mode):
+    assert x.flags.c_contiguous, "one compiled signature"
+    assert y.flags.c_contiguous, "one compiled signature"
+    assert x.shape[1] == weight.K
+    _, address, kind, stride, N, K = weight
+    _linear(y, x, address, kind, stride, N, K, mode)
 
 
 def linear(y, x, weight):
-    """y = x W^T. y: [T, N], x: [T, K], float32."""
-    _linear(y, x, weight.data, weight.kind, weight.N, weight.K, 0)
+    """y = x W^T. y: [T, N], x: [T, K], float32, contiguous; weight tiled."""
+    _run(y, x, weight, STORE)
 
 
 def linear_add(y, x, weight):
-    """y += x W^T. y: [T, N], x: [T, K], float32; the product is complete before it is added."""
-    _linear(y, x, weight.data, weight.kind, weight.N, weight.K, 1)
+    """y += x W^T. y: [T, N], x: [T, K], float32, contiguous; weight tiled. The product is complete
+    before it is added."""
+    _run(y, x, weight, ADD)
 
 
 def linear_silu_up(y, x, weight):
     """y = silu(gate) * up for a gate_up matrix whose 16-row tiles alternate gate and up.
 
-    y: [T, N / 2], x: [T, K], float32.
+    y: [T, N / 2], x: [T, K], float32, contiguous; N a multiple of 32.
     """
-    _linear(y, x, weight.data, weight.kind, weight.N, weight.K, 2)
+    _run(y, x, weight, SILU_UP)
 
 
-@njit(cache=True, nogil=True)
-def _embedding_rows(out, ids, data, kind, row_nbytes):
+@njit(nogil=True, cache=True)
+def _f32(bits):
+    return np.uint32(bits).view(np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _f16(bits):
+    magnitude = (bits & np.uint32(0x8000)) << np.uint32(16) | (
+        bits & np.uint32(0x7FFF)
+    ) << np.uint32(13)
+    return _f32(magnitude) * np.float32(2.0**112)
+
+
+@njit(nogil=True, cache=True)
+def _u16(data, i):
+    return np.uint32(data[i]) | np.uint32(data[i + 1]) << np.uint32(8)
+
+
+@njit(nogil=True, cache=True)
+def _embedding_rows(out, ids, data, kind, stride):
     C = out.shape[1]
     for t in range(ids.shape[0]):
-        base = ids[t] * row_nbytes
+        row = ids[t] * stride
         for c in range(C):
-            if kind == 1:
-                out[t, c] = _f32(_u16(data, base + 2 * c) << np.uint32(16))
+            if kind == _BF16:
+                out[t, c] = _f32(_u16(data, row + 2 * c) << np.uint32(16))
             else:
-                scale = _half(_u16(data, base + C + c // 32 * 2))
-                out[t, c] = np.float32(np.int8(data[base + c])) * scale
+                scale = _f16(_u16(data, row + C + c // 32 * 2))
+                out[t, c] = np.float32(np.int8(data[row + c])) * scale
 
 
 def embedding_rows(out, ids, weight):
-    """out[t] = row ids[t] of a `rows-v1` matrix. out: [T, C] float32, ids: [T] int32, in range."""
-    _embedding_rows(out, ids, weight.data, weight.kind, weight.row_nbytes)
+    """out[t] = row ids[t] of a `rows-v1` matrix. out: [T, K] float32, ids: [T] int32, in range."""
+    _embedding_rows(out, ids, weight.data, weight.kind, weight.stride)

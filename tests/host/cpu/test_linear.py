@@ -1,4 +1,4 @@
-"""Linear operators of the CPU image against the float64 oracle, and the equality of their columns."""
+"""Linear operators of the CPU image: float64 oracle, and the equality of their columns."""
 
 from __future__ import annotations
 
