@@ -119,6 +119,10 @@ class Frontend(Protocol):
     ) -> PreparedPrompt:
         """Render and tokenise. Raises RequestError naming the message or option."""
 
+    def remember(self, prompt: PreparedPrompt, token_ids: Sequence[int]) -> bool:
+        """Bind the turn that answered `prompt` to its generated ids (without the stop token), so
+        that it is replayed id for id when it comes back word for word; False if it cannot be."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, special tokens recognised."""
 

@@ -1,0 +1,109 @@
+"""`ginfer serve` and `ginfer-serve`: the HTTP server."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from appliance.cli.options import (
+    PACKAGE,
+    build_engine_config,
+    build_sampling,
+    check_thinking,
+    engine_options,
+    sampling_options,
+    thinking_options,
+)
+from appliance.config import ApplianceConfig
+from appliance.protocols.defaults import DEFAULT_MAX_TOKENS, ServerDefaults
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@click.command()
+@PACKAGE
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=int, default=8000, show_default=True, help="0: any free port.")
+@click.option(
+    "--api-key",
+    "api_keys",
+    multiple=True,
+    metavar="KEY",
+    help="Demand this key; repeatable.  [default: no authentication]",
+)
+@click.option("--model-id", metavar="NAME", help="Served name.  [default: the package's model]")
+@click.option(
+    "--max-concurrency", type=int, default=8, show_default=True, metavar="N", help="1 to 8."
+)
+@click.option(
+    "--max-pending-requests",
+    "max_pending",
+    type=int,
+    default=16,
+    show_default=True,
+    metavar="N",
+    help="Requests that may wait; one more is answered 429.",
+)
+@click.option(
+    "--pending-timeout-ms",
+    type=int,
+    default=600_000,
+    show_default=True,
+    metavar="N",
+    help="Longest wait of a request.",
+)
+@click.option(
+    "--default-max-tokens",
+    type=int,
+    default=DEFAULT_MAX_TOKENS,
+    show_default=True,
+    metavar="N",
+    help="Longest answer of requests that do not say.",
+)
+@click.option(
+    "--max-request-mib",
+    type=int,
+    default=384,
+    show_default=True,
+    metavar="N",
+    help="Largest request body.",
+)
+@click.option("--no-prefix-reuse", is_flag=True, help="Prefill every prompt from its first token.")
+@click.option(
+    "--preserve-thinking/--no-preserve-thinking",
+    default=True,
+    show_default=True,
+    help="Whether earlier turns keep their reasoning, unless the request says.",
+)
+@click.option("--cors", is_flag=True, help="Allow browsers of any origin.")
+@thinking_options
+@sampling_options
+@engine_options
+def command(package: Path, **options: Any) -> None:
+    """Serve PACKAGE over HTTP: OpenAI Chat Completions.
+
+    Thinking and sampling options are defaults; a request overrides them.
+    """
+    config = build_config(package, options)
+    echo = partial(click.echo, err=True)
+    import_module("appliance.server").serve(config, echo)  # loads the web framework
+
+
+def build_config(package: Path, options: dict[str, Any]) -> ApplianceConfig:
+    """The server's configuration from the parsed options. Raises ConfigError or UsageError."""
+    check_thinking(options)
+    defaults = ServerDefaults(
+        max_tokens=options.pop("default_max_tokens"),
+        thinking=not options.pop("no_thinking"),
+        effort=options.pop("reasoning_effort"),
+        preserve_thinking=options.pop("preserve_thinking"),
+        sampling=build_sampling(options),
+    )
+    options["prefix_reuse"] = not options.pop("no_prefix_reuse")
+    options["pending_timeout_s"] = options.pop("pending_timeout_ms") / 1000
+    engine = build_engine_config(package, options)
+    return ApplianceConfig(engine=engine, defaults=defaults, **options)
