@@ -1,9 +1,8 @@
-"""What a model's frontend offers: prompts in, output events back. Pure host code, one per model
-family.
+"""What a model's frontend offers: prompts in, output events back.
 
 The engine process uses the tokenizer, the stream decoder and the forced tokens; the process that
-speaks HTTP uses
-`prepare` and the output parser, which turns channel text into reasoning, content and tool calls.
+speaks HTTP uses `prepare` and the output parser, which turns channel text into reasoning, content
+and tool calls. Pure host code, one per model family.
 """
 
 from __future__ import annotations
@@ -122,6 +121,10 @@ class Frontend(Protocol):
     def remember(self, prompt: PreparedPrompt, token_ids: Sequence[int]) -> bool:
         """Bind the turn that answered `prompt` to its generated ids (without the stop token), so
         that it is replayed id for id when it comes back word for word; False if it cannot be."""
+
+    def remember(self, prompt: PreparedPrompt, token_ids: Sequence[int]) -> bool:
+        """Bind the turn that answered `prompt` to its generated ids (without the stop token), so
+        that a later prompt that repeats its text repeats its ids. False if it cannot be bound."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, special tokens recognised."""

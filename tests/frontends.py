@@ -1,0 +1,60 @@
+"""The frontend of the demo model from its resource files, and short hands for conversations."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ginfer.frontend.qwen import QwenFrontend
+from ginfer.prompt import ContentPart, Message, Tool, ToolCall
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@cache
+def demo_resources() -> dict[str, bytes]:
+    """Resource files of the demo model, by name."""
+    return {path.name: path.read_bytes() for path in (GOLDEN / "qwen3.8-demo").iterdir()}
+
+
+@cache
+def demo_frontend() -> QwenFrontend:
+    """One frontend for all tests; its piece cache stays warm."""
+    return QwenFrontend(demo_resources())
+
+
+@cache
+def golden_chats() -> list[dict[str, Any]]:
+    """Conversations with rendered prompt, ids and greedy answer, made by Transformers."""
+    cases: list[dict[str, Any]] = json.loads((GOLDEN / "frontend_chat.json").read_text())
+    return cases
+
+
+def message(role: str, text: str = "", **fields: Any) -> Message:
+    """A message with one text part."""
+    return Message(role=role, content=(ContentPart(kind="text", text=text),), **fields)
+
+
+def wire_message(wire: dict[str, Any]) -> Message:
+    """A message in OpenAI form whose arguments are objects."""
+    calls = tuple(
+        ToolCall(call_id="", name=c["function"]["name"], arguments=c["function"]["arguments"])
+        for c in wire.get("tool_calls") or ()
+    )
+    reasoning = wire.get("reasoning_content")
+    return message(wire["role"], wire["content"] or "", reasoning=reasoning, tool_calls=calls)
+
+
+def function_tool(name: str, properties: dict[str, Any] | None = None, **schema: Any) -> Tool:
+    """A function tool with the given parameter schemas."""
+    parameters = {"type": "object", "properties": properties or {}, **schema}
+    function = {"name": name, "parameters": parameters}
+    return Tool(name=name, parameters=parameters, wire={"type": "function", "function": function})
+
+
+def wire_tool(wire: dict[str, Any]) -> Tool:
+    """A tool in OpenAI form."""
+    function = wire["function"]
+    return Tool(name=function["name"], parameters=function["parameters"], wire=wire)
