@@ -1,0 +1,332 @@
+"""The engine in a process of its own: starts it, supervises it, and is an EngineClient."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from appliance import wire_values
+from appliance.engine_client import EnginePhase, EngineState, EventStream
+from appliance.wire import PROTOCOL_VERSION, Frame, FrameDecoder, FrameType, WireError, encode
+from ginfer.engine.request import Failed
+from ginfer.errors import GInferError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ginfer.config import EngineConfig
+    from ginfer.engine.request import EngineInfo, Request
+
+logger = logging.getLogger(__name__)
+
+RESTART_FIRST_S = 1.0
+RESTART_MAX_S = 30.0
+STABLE_S = 60.0  # an engine that served so long starts the back-off anew
+EXIT_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 30.0
+READ_NBYTES = 1 << 18
+CHILD_MODULE = "appliance.engine_process"
+
+
+class EngineBridge:
+    """An EngineClient over a socket pair, and the supervisor of the process behind it.
+
+    The child ends when its socket closes, so it cannot outlive this process. When it dies, its
+    requests end with Failed(engine_restarted), and it is started again after a growing pause. Only
+    a failure before the engine was ever ready is final: then the operator is looking.
+    """
+
+    def __init__(
+        self, config: EngineConfig, on_progress: Callable[[str], None] | None = None
+    ) -> None:
+        self._config = config
+        self._on_progress = on_progress or (lambda _text: None)
+        self._state = EngineState(EnginePhase.STARTING, "the engine is starting")
+        self._settled = asyncio.Event()  # ready for the first time, failed or stopped
+        self._failure: GInferError | None = None  # why it failed or what the child last reported
+        self._info: EngineInfo | None = None
+        self._child: _Child | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._streams: dict[str, EventStream] = {}
+        self._answers: dict[str, asyncio.Future[None]] = {}
+        self._stats_waiters: list[asyncio.Future[dict[str, Any]]] = []
+        self.num_restarts = 0
+
+    @property
+    def info(self) -> EngineInfo | None:
+        """What the engine is; None until it was ready once."""
+        return self._info
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine is in its life."""
+        return self._state
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, if it runs."""
+        return self._child.process.pid if self._child else None
+
+    def start(self) -> None:
+        """Begin to start the engine and to supervise it."""
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def wait_ready(self) -> EngineInfo:
+        """Wait for the first READY. Raises the engine's own error when it cannot start."""
+        await self._settled.wait()
+        if self._info is None:
+            raise self._failure or UnavailableError(self._state.reason)
+        return self._info
+
+    async def submit(self, request: Request) -> EventStream:
+        """Hand a request over; see EngineClient."""
+        child = self._ready_child()
+        name = request.request_id
+        if name in self._streams:
+            raise UnavailableError(f"request id {name} is in use; repeat the request")
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stream = self._streams[name] = EventStream(name, self._on_stream_closed)
+        self._answers[name] = answer
+        try:
+            child.send(wire_values.encode_request(request))
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                await answer
+        except TimeoutError:
+            stream.close()
+            raise UnavailableError("the engine does not answer; try again later") from None
+        except BaseException:
+            stream.close()
+            raise
+        finally:
+            self._answers.pop(name, None)
+        return stream
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's counters; see EngineClient."""
+        child = self._ready_child()
+        waiter: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._stats_waiters.append(waiter)
+        child.send(Frame(FrameType.STATS, {}))
+        try:
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                return await waiter
+        except TimeoutError:
+            raise UnavailableError("the engine does not answer; try again later") from None
+
+    async def close(self) -> None:
+        """Stop the engine process; running requests end with Failed."""
+        self._set_state(EnginePhase.STOPPED, "the server is stopping")
+        self._settled.set()
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._supervisor
+
+    def _ready_child(self) -> _Child:
+        if not self._state.ready or self._child is None:
+            raise UnavailableError(self._state.reason)
+        return self._child
+
+    def _set_state(self, phase: EnginePhase, reason: str = "") -> None:
+        if self._state.phase is not EnginePhase.STOPPED:
+            self._state = EngineState(phase, reason)
+
+    def _on_stream_closed(self, request_id: str) -> None:
+        """A reader is gone: forget the request, and cancel it unless it has ended."""
+        if self._streams.pop(request_id, None) is not None and self._child is not None:
+            self._child.send(Frame(FrameType.CANCEL, {"request_id": request_id}))
+
+    async def _supervise(self) -> None:
+        loop = asyncio.get_running_loop()
+        pause = RESTART_FIRST_S
+        while True:
+            begun = loop.time()
+            reason = await self._run_child()
+            self._fail_running(reason)
+            if self._info is None:
+                self._set_state(EnginePhase.FAILED, reason)
+                self._settled.set()
+                return
+            if loop.time() - begun > STABLE_S:
+                pause = RESTART_FIRST_S
+            logger.error("%s; restarting in %.0f s", reason, pause)
+            self._set_state(EnginePhase.RESTARTING, f"{reason}; the engine is restarting")
+            self.num_restarts += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RESTART_MAX_S)
+
+    async def _run_child(self) -> str:
+        """One life of the engine process, from start to end; returns why it ended."""
+        self._failure = None
+        try:
+            self._child = await _Child.spawn()
+        except OSError as error:
+            return f"the engine process cannot be started: {error}"
+        try:
+            config = wire_values.config_header(self._config)
+            hello = {"version": PROTOCOL_VERSION, "config": config}
+            self._child.send(Frame(FrameType.HELLO, hello))
+            await self._read_frames(self._child)
+        except WireError as error:
+            self._failure = error
+        finally:
+            child, self._child = self._child, None
+            status = await child.stop()
+        if self._failure is not None:
+            return self._failure.message
+        return f"the engine process {_describe(status)}"
+
+    async def _read_frames(self, child: _Child) -> None:
+        """Dispatch frames until the child closes its socket."""
+        decoder = FrameDecoder()
+        while data := await child.read():
+            for frame in decoder.feed(data):
+                self._dispatch(frame)
+
+    def _dispatch(self, frame: Frame) -> None:
+        match frame.type:
+            case FrameType.STARTED | FrameType.DELTA | FrameType.FINISHED | FrameType.FAILED:
+                self._on_event(frame)
+            case FrameType.ACCEPTED | FrameType.REFUSED:
+                self._on_answer(frame)
+            case FrameType.HELLO:
+                _check_version(frame)
+            case FrameType.PROGRESS:
+                self._on_progress(str(frame.header.get("text", "")))
+            case FrameType.READY:
+                self._info = wire_values.decode_info(frame)
+                self._set_state(EnginePhase.READY)
+                self._settled.set()
+            case FrameType.FAULT:
+                self._failure = wire_values.decode_error(frame)
+            case FrameType.STATS:
+                self._on_stats(frame)
+            case _:
+                raise WireError(f"unexpected {frame.type.name} frame from the engine process")
+
+    def _on_event(self, frame: Frame) -> None:
+        stream = self._streams.get(wire_values.request_id(frame))
+        if stream is None:  # cancelled a moment ago
+            return
+        stream.push(wire_values.decode_event(frame))
+        if stream.ended:
+            del self._streams[stream.request_id]
+
+    def _on_answer(self, frame: Frame) -> None:
+        name = wire_values.request_id(frame)
+        answer = self._answers.get(name)
+        if answer is None or answer.done():
+            return
+        if frame.type is FrameType.ACCEPTED:
+            answer.set_result(None)
+        else:
+            self._streams.pop(name, None)
+            answer.set_exception(wire_values.decode_error(frame))
+
+    def _on_stats(self, frame: Frame) -> None:
+        waiters, self._stats_waiters = self._stats_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(frame.header)
+
+    def _fail_running(self, reason: str) -> None:
+        """End every running request and every waiting call."""
+        error = UnavailableError(
+            f"{reason}; the request was lost, repeat it", code="engine_restarted"
+        )
+        if self._state.phase is EnginePhase.STOPPED:
+            error = UnavailableError("the server is stopping; the request was cancelled")
+        waiters: list[asyncio.Future[Any]] = [*self._answers.values(), *self._stats_waiters]
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+        self._stats_waiters.clear()
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.push(Failed(request_id=stream.request_id, error=error))
+
+
+class _Child:
+    """The engine process and our end of its socket."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.process = process
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def spawn(cls) -> _Child:
+        """Start the process. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=READ_NBYTES)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-P", "-m", CHILD_MODULE, str(theirs.fileno())),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=sys.stderr.fileno(),  # stdout belongs to the command line
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # a Ctrl-C of the terminal is the supervisor's alone
+                    env=_environment(),
+                )
+            except BaseException:
+                writer.close()
+                raise
+        return cls(process, reader, writer)
+
+    def send(self, frame: Frame) -> None:
+        """Queue a frame; to a dead child it is a no-op. Few and small: at most one per call."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(frame))
+
+    async def read(self) -> bytes:
+        """Bytes from the child, empty at its end."""
+        try:
+            return await self._reader.read(READ_NBYTES)
+        except ConnectionError:
+            return b""
+
+    async def stop(self) -> int:
+        """Close the socket, which ends the child, and return its exit status; kill it when it
+        lingers."""
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
+        try:
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                return await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            return await self.process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """The child imports the same checkout as its parent, wherever either was started."""
+    root = str(Path(__file__).resolve().parent.parent)
+    inherited = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root}
+
+
+def _check_version(frame: Frame) -> None:
+    version = frame.header.get("version")
+    if version != PROTOCOL_VERSION:
+        raise WireError(f"the engine process speaks version {version}, not {PROTOCOL_VERSION}")
+
+
+def _describe(status: int) -> str:
+    """An exit status for people."""
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was killed by {signal.Signals(-status).name}"

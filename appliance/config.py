@@ -1,0 +1,85 @@
+"""ApplianceConfig: every option of the server, validated once."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from appliance.protocols.defaults import ServerDefaults
+from ginfer.engine.request import SamplingParams
+from ginfer.errors import ConfigError, RequestError
+from ginfer.sizes import MIB
+
+if TYPE_CHECKING:
+    from ginfer.config import EngineConfig
+
+KEEPALIVE_MAX_S = 10.0  # the shortest known watchdog of a client is 20 s
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplianceConfig:
+    """Options of one server. Raises ConfigError naming the field, the value and what is legal.
+
+    port: 0 = any free one. api_keys: empty = no authentication. model_id: the served id, None =
+    the package's own. defaults: what requests leave open. request_timeout_s: for a request to
+    arrive whole. response_timeout_s: for an answer that is not streamed. send_timeout_s: a reader
+    that takes nothing for so long is dropped. drain_timeout_s: what running requests get when the
+    server stops.
+    """
+
+    engine: EngineConfig
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    model_id: str | None = None
+    defaults: ServerDefaults = field(default_factory=ServerDefaults)
+    max_request_mib: int = 384
+    cors: bool = False
+    keepalive_s: float = KEEPALIVE_MAX_S
+    request_timeout_s: float = 60.0
+    response_timeout_s: float = 7200.0
+    send_timeout_s: float = 300.0
+    drain_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        self._within("port", self.port, 0, 65535)
+        self._within("default_max_tokens", self.defaults.max_tokens, 1, 1 << 30)
+        self._within("max_request_mib", self.max_request_mib, 1, 1 << 14)
+        self._within("keepalive_s", self.keepalive_s, 0.05, KEEPALIVE_MAX_S)
+        self._within("drain_timeout_s", self.drain_timeout_s, 0, 3600)
+        for name in ("request_timeout_s", "response_timeout_s", "send_timeout_s"):
+            self._within(name, getattr(self, name), 0.1, 1e6)
+        if not self.host:
+            raise ConfigError("host is empty; give an address such as 127.0.0.1", param="host")
+        if self.model_id == "":
+            raise ConfigError("model_id is empty; give a name or leave it out", param="model_id")
+        if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
+            raise ConfigError("an api_key is empty or not printable ASCII", param="api_keys")
+        self._check_sampling()
+
+    @property
+    def max_request_nbytes(self) -> int:
+        """Largest request body in bytes."""
+        return self.max_request_mib * MIB
+
+    def accepts_key(self, key: str) -> bool:
+        """Whether `key` is one of the API keys; time does not depend on where they differ."""
+        given = _digest(key)
+        return sum(hmac.compare_digest(given, _digest(known)) for known in self.api_keys) > 0
+
+    def _check_sampling(self) -> None:
+        given = {k: v for k, v in asdict(self.defaults.sampling).items() if v is not None}
+        try:
+            SamplingParams(**given)
+        except RequestError as error:
+            raise ConfigError(error.message, param=error.param) from None
+
+    def _within(self, name: str, value: float, low: float, high: float) -> None:
+        if not low <= value <= high:
+            raise ConfigError(f"{name} is {value}; legal: {low} to {high}", param=name)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

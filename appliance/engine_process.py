@@ -1,0 +1,204 @@
+"""The engine process: `python -m appliance.engine_process FD`, started by the bridge alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from appliance import wire_values
+from appliance.engine_client import EventBuffer
+from appliance.wire import PROTOCOL_VERSION, Frame, FrameDecoder, FrameType, WireError, encode
+from ginfer import Engine
+from ginfer.engine.request import Failed
+from ginfer.errors import GInferError, InternalError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ginfer.config import EngineConfig
+    from ginfer.engine.request import Event
+
+logger = logging.getLogger(__name__)
+
+READ_NBYTES = 1 << 18
+FLUSH_S = 2.0
+PROGRESS_S = 2.0
+
+
+class Outbox:
+    """Frames on their way to the server. `put` and `push` never wait for it: unsent deltas of one
+    request merge, so that what is held is bounded by the output of the running requests."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._changed = threading.Condition()
+        self._frames: deque[Frame] = deque()
+        self._buffers: dict[str, EventBuffer] = {}
+        self._idle = True
+
+    def put(self, frame: Frame) -> None:
+        """Queue a frame that is no event."""
+        with self._changed:
+            self._frames.append(frame)
+            self._idle = False
+            self._changed.notify_all()
+
+    def push(self, event: Event) -> None:
+        """Queue an event; the engine's sink."""
+        with self._changed:
+            self._buffers.setdefault(event.request_id, EventBuffer()).push(event)
+            self._idle = False
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        """Send for ever; returns when the server is gone, which the reader sees too."""
+        with suppress(OSError):
+            while True:
+                for frame in self._take():
+                    self._sock.sendall(encode(frame))
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything is sent, or for so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._idle, timeout_s)
+
+    def _take(self) -> Iterator[Frame]:
+        with self._changed:
+            self._idle = not self._frames and not self._buffers
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._frames or self._buffers)
+            self._idle = False
+            frames, self._frames = self._frames, deque()
+            buffers, self._buffers = self._buffers, {}
+        yield from frames
+        for buffer in buffers.values():
+            while buffer:
+                yield from wire_values.encode_event(buffer.pop())
+
+
+class EngineProcess:
+    """Serves one engine to the other end of `sock`, and ends with it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._outbox = Outbox(sock)
+        self._engine: Engine | None = None
+        self._fault: queue.SimpleQueue[GInferError] = queue.SimpleQueue()
+        self._reported = ("", 0.0)
+
+    def run(self) -> int:
+        """Open the engine and serve; returns only after a fault, with the exit status."""
+        threading.Thread(target=self._outbox.run, name="outbox", daemon=True).start()
+        frames = self._frames()
+        try:
+            config = _greeted(next(frames))
+            threading.Thread(target=self._read, args=(frames,), name="inbox", daemon=True).start()
+            self._open(config)
+        except StopIteration:
+            return 0
+        except GInferError as error:
+            self._fault.put(error)
+        except Exception as error:
+            logger.exception("the engine cannot be opened")
+            self._fault.put(InternalError(f"the engine cannot be opened: {error!r}"))
+        fault = wire_values.error_header(self._fault.get())
+        self._outbox.put(Frame(FrameType.FAULT, {"error": fault}))
+        self._outbox.flush(FLUSH_S)
+        return 1
+
+    def _open(self, config: EngineConfig) -> None:
+        self._outbox.put(Frame(FrameType.HELLO, {"version": PROTOCOL_VERSION}))
+        engine = Engine.open(config, self._on_progress)
+        engine.on_failure = self._fault.put
+        self._engine = engine
+        self._outbox.put(Frame(FrameType.READY, {"info": engine.info}))
+
+    def _on_progress(self, stage: str, done: int, total: int) -> None:
+        """Report each new stage, and a long one now and then."""
+        last, when = self._reported
+        now = time.monotonic()
+        if stage != last or now - when > PROGRESS_S:
+            self._reported = (stage, now)
+            text = f"{stage} {100 * done // max(total, 1)} %"
+            self._outbox.put(Frame(FrameType.PROGRESS, {"text": text}))
+
+    def _frames(self) -> Iterator[Frame]:
+        """Frames until the server is gone. Raises WireError."""
+        decoder = FrameDecoder()
+        with suppress(OSError):
+            while data := self._sock.recv(READ_NBYTES):
+                yield from decoder.feed(data)
+
+    def _read(self, frames: Iterator[Frame]) -> None:
+        """Obey frames until the server is gone; then nothing here is worth an orderly end."""
+        try:
+            for frame in frames:
+                self._obey(frame)
+        except WireError as error:
+            self._fault.put(error)
+            return
+        os._exit(0)
+
+    def _obey(self, frame: Frame) -> None:
+        engine = self._engine
+        if engine is None:
+            raise WireError(f"a {frame.type.name} frame before the engine is ready")
+        if frame.type is FrameType.SUBMIT:
+            self._submit(engine, frame)
+        elif frame.type is FrameType.CANCEL:
+            engine.cancel(wire_values.request_id(frame))
+        elif frame.type is FrameType.STATS:
+            self._outbox.put(Frame(FrameType.STATS, engine.stats()))
+        else:
+            raise WireError(f"unexpected {frame.type.name} frame from the server")
+
+    def _submit(self, engine: Engine, frame: Frame) -> None:
+        """Answer ACCEPTED or REFUSED; a fault here costs this request alone."""
+        header = {"request_id": wire_values.request_id(frame)}
+        try:
+            engine.submit(wire_values.decode_request(frame), self._sink)
+        except GInferError as error:
+            refusal = wire_values.error_header(error)
+        except Exception as error:
+            logger.exception("request %s cannot be submitted", header["request_id"])
+            refusal = wire_values.error_header(InternalError(f"cannot be submitted: {error!r}"))
+        else:
+            self._outbox.put(Frame(FrameType.ACCEPTED, header))
+            return
+        self._outbox.put(Frame(FrameType.REFUSED, header | {"error": refusal}))
+
+    def _sink(self, event: Event) -> None:
+        """Take an event of the engine. When the engine fails, the bridge ends its requests."""
+        engine = self._engine
+        if not (isinstance(event, Failed) and engine is not None and engine.failed is not None):
+            self._outbox.push(event)
+
+
+def _greeted(frame: Frame) -> EngineConfig:
+    """The configuration of HELLO, the first frame. Raises WireError, or ConfigError."""
+    version = frame.header.get("version")
+    if frame.type is not FrameType.HELLO or version != PROTOCOL_VERSION:
+        raise WireError(f"the server speaks version {version}, not {PROTOCOL_VERSION}")
+    return wire_values.decode_config(frame)
+
+
+def main() -> int:
+    """Run on the inherited socket FD. Terminal and service signals are the server's to handle."""
+    logging.basicConfig(level=logging.WARNING, format="engine: %(message)s")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    return EngineProcess(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    status = main()
+    os._exit(status)  # the inbox thread never ends by itself

@@ -1,0 +1,84 @@
+"""Server-sent events: framing, keep-alive comments, readers that stall."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable
+
+    from sanic import Request
+    from sanic.response import HTTPResponse
+
+    from appliance.engine_client import EventStream
+    from ginfer.engine.request import Event
+
+CONTENT_TYPE = "text/event-stream; charset=utf-8"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+KEEPALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def data(value: Any) -> bytes:
+    """An event that carries a JSON value."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class SseStream:
+    """One response as a stream of events. Open it with `SseStream.open`."""
+
+    def __init__(
+        self,
+        request: Request[Any, Any],
+        response: HTTPResponse,
+        *,
+        keepalive_s: float,
+        send_timeout_s: float,
+    ) -> None:
+        self._request = request
+        self._response = response
+        self._keepalive_s = keepalive_s
+        self._send_timeout_s = send_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._last_sent = self._loop.time()
+
+    @classmethod
+    async def open(
+        cls, request: Request[Any, Any], *, keepalive_s: float, send_timeout_s: float
+    ) -> SseStream:
+        """Answer `request` with a stream; the headers go out with the first `send`."""
+        response = await request.respond(content_type=CONTENT_TYPE, headers=HEADERS)
+        assert response is not None
+        return cls(request, response, keepalive_s=keepalive_s, send_timeout_s=send_timeout_s)
+
+    async def send(self, frames: Iterable[bytes]) -> None:
+        """Write frames; nothing when there are none. A reader that takes nothing for
+        send_timeout_s loses its connection, which cancels this handler."""
+        payload = b"".join(frames)
+        if not payload:
+            return
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._response.send(payload)
+        except TimeoutError:
+            transport: Any = self._request.transport
+            transport.abort()
+            raise asyncio.CancelledError("the reader stalled") from None
+        self._last_sent = self._loop.time()
+
+    async def read(self, events: EventStream) -> AsyncIterator[Event]:
+        """Events as they come; a comment goes out whenever nothing was sent for keepalive_s, also
+        when events arrive that show nothing yet."""
+        while True:
+            try:
+                async with asyncio.timeout_at(self._last_sent + self._keepalive_s):
+                    event = await anext(events)
+            except TimeoutError:
+                await self.send([KEEPALIVE])
+            except StopAsyncIteration:
+                return
+            else:
+                yield event
