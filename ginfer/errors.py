@@ -3,8 +3,24 @@
 GInferError
 ├── ConfigError                   an option or field of our own configuration is wrong
 ├── ArtifactError                 a package cannot be used; `findings` lists every defect
-├── RequestError                  the caller's request is wrong (HTTP 400 unless the class says
-otherwise) │   ├── UnsupportedError          a field that we refuse to obey, by name
+│   └── artifact.Finding          one defect; a subclass per class of defect
+│       ├── file, prefix          NotAFile ShortFile OldVersion BadMagic ReservedBytes
+│       │                         EmptyDirectory DirectoryTooLarge DirectoryBeyondFile
+│       │                         PayloadOffset PayloadBeyondFile DirectoryDigest
+│       ├── JSON                  NotUtf8 NotJson NestedTooDeep NotCanonical DuplicateMember
+│       │                         MissingMember ExtraMember WrongType BadString NumberRange
+│       │                         NoObjects UnknownKind
+│       ├── identity, registry    IllegalDegree IllegalRanks RankWithoutTensors UnknownFormat
+│       │                         UnknownLayout UnknownEncoding IllegalLayout IllegalShape
+│       │                         IllegalDimension
+│       ├── geometry              DuplicateName EmptyObject SizeMismatch SizeOverflow Misaligned
+│       │                         Overlap Gap SplitGroup BeyondFile TrailingBytes
+│       ├── content               DigestMismatch PaddingNotZero
+│       ├── binding               MissingObject UnexpectedObject KindMismatch ShapeMismatch
+│       │                         StorageMismatch
+│       └── MoreFindings          more defects than are listed
+├── RequestError                  the caller's request is wrong (HTTP 400 unless told otherwise)
+│   ├── UnsupportedError          a field that we refuse to obey, by name
 │   └── ContextLengthError        the prompt does not fit
 ├── OverloadedError               the queue is full (429)
 ├── QueueTimeoutError             the request waited longer than the pending timeout (503)
@@ -48,8 +64,15 @@ class ArtifactError(GInferError):
 
     code = "invalid_package"
 
-    def __init__(self, message: str, *, findings: Sequence[object] = ()) -> None:
-        super().__init__(message)
+    def __init__(
+        self,
+        message: str,
+        *,
+        findings: Sequence[object] = (),
+        code: str | None = None,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, code=code, param=param)
         self.findings = tuple(findings)
 
 
@@ -103,6 +126,7 @@ def error_from_code(kind: str, message: str, code: str, param: str | None) -> GI
         c.__name__: c
         for c in (
             ConfigError,
+            ArtifactError,
             RequestError,
             UnsupportedError,
             ContextLengthError,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
+import json
+import struct
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -64,3 +66,22 @@ def write_package(
             ranks = item.ranks if isinstance(item, PlannedTensor) else None
             w.write(item.name, payload(f"{item.name}{ranks}", item.nbytes), ranks=ranks)
     return path
+
+
+def assemble(directory: bytes, payload: bytes) -> bytes:
+    """Return a file with this directory, its prefix forged to match, and this payload."""
+    start = -(-(64 + len(directory)) // 4096) * 4096
+    digest = hashlib.sha256(directory).digest()
+    prefix = struct.pack("<8sQQ32s8x", b"GINFER\0\3", len(directory), start, digest)
+    return (prefix + directory).ljust(start, b"\0") + payload
+
+
+def take_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Return the directory of a valid file as a JSON value, and the payload."""
+    nbytes, start = struct.unpack_from("<QQ", data, 8)
+    return json.loads(data[64 : 64 + nbytes]), data[start:]
+
+
+def canonical(tree: object) -> bytes:
+    """Return the canonical JSON of a value."""
+    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
