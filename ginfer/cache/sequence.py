@@ -49,6 +49,11 @@ class SequenceCache:
         self._retain = retain
         self._active: set[Sequence] = set()
 
+    @property
+    def num_active(self) -> int:
+        """Sequences of running requests."""
+        return len(self._active)
+
     def acquire(self, prompt: PreparedPrompt, num_pages: int) -> Sequence | None:
         """Give a request its entitlement of `num_pages`, evicting idle prefixes as needed; None
         when the running requests leave too little, and then nothing has changed."""

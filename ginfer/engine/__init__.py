@@ -1,0 +1,1 @@
+"""Requests to rounds to tokens: the engine, its events and its configuration."""

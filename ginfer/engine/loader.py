@@ -1,0 +1,77 @@
+"""Loader: opens a package, binds it to its contract, and hands the payloads to a backend as they
+are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ginfer.artifact import ExpectedTensor, Package, diff_inventory, verify_digests
+from ginfer.errors import ArtifactError
+from ginfer.models.contract import PROFILES
+from ginfer.models.registry import contract_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from ginfer.backend import Backend
+    from ginfer.models.contract import ModelContract
+
+TEXT = "text/"  # tensors of the language model; the rest belongs to media
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundPackage:
+    """An open package that has exactly what its contract wants."""
+
+    package: Package
+    contract: ModelContract
+
+    def resources(self) -> dict[str, bytes]:
+        """Every frontend file, by name."""
+        return {name: self.package.resource(name) for name in self.package.resources}
+
+
+def open_package(
+    path: Path, *, verify: bool, progress: Callable[[str, int, int], None]
+) -> BoundPackage:
+    """Open and check a package. Raises ArtifactError with every difference at once, ConfigError
+    for a model that is not registered."""
+    package = Package.open(path)
+    try:
+        contract = contract_for(package.identity.model_id, package.identity.weights_id)
+        found = diff_inventory(package, _expected(package, contract), contract.resources)
+        _raise_if_any(path, found)
+        if verify:
+            found = verify_digests(package, lambda done, total: progress("verify", done, total))
+            _raise_if_any(path, found)
+    except BaseException:
+        package.close()
+        raise
+    return BoundPackage(package=package, contract=contract)
+
+
+def load_weights(
+    bound: BoundPackage, backend: Backend, progress: Callable[[str, int, int], None]
+) -> None:
+    """Give the backend the language model's tensors, in file order."""
+    records = [r for r in bound.package.tensors if r.name.startswith(TEXT)]
+    total = sum(r.bytes for r in records)
+    tensors = (bound.package.tensor(r.name) for r in records)
+    backend.load(tensors, lambda done: progress("load", done, total))
+
+
+def _expected(package: Package, contract: ModelContract) -> dict[str, ExpectedTensor]:
+    profile = PROFILES[package.identity.weights_id]
+    expected = {}
+    for t in contract.inventory():
+        fmt, layout = profile.storage(t.role)
+        expected[t.name] = ExpectedTensor(shape=t.shape, format=fmt, layout=layout)
+    return expected
+
+
+def _raise_if_any(path: Path, findings: Sequence[object]) -> None:
+    if findings:
+        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+        raise ArtifactError(f"{path}: {findings[0]}{more}", findings=findings)

@@ -1,0 +1,339 @@
+"""RoundLoop: the state machine of one engine; one thread calls it, one step is one round."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ginfer.cache import MadeBy, Sequence, SequenceCache
+from ginfer.engine.output import Ending, Output
+from ginfer.engine.request import (
+    Failed,
+    Finished,
+    FinishReason,
+    Started,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from ginfer.engine.round import DecodeUnit, PrefillUnit, RoundView
+from ginfer.engine.scheduler import effective_output, entitled_pages, may_admit, next_unit
+from ginfer.engine.stats import Stats
+from ginfer.errors import GInferError, InternalError, QueueTimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ginfer.batch import Selection
+    from ginfer.config import EngineConfig
+    from ginfer.engine.memory import Capacity
+    from ginfer.engine.rank import Rank
+    from ginfer.engine.request import Event, Request
+    from ginfer.frontend.base import Frontend
+
+    Sink = Callable[[Event], None]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Job:
+    """One accepted request on its way: waiting (lane -1), prefill, decode. Times are of the
+    engine's clock."""
+
+    request: Request
+    sink: Sink
+    submitted: float
+    limit: int = 0
+    output: Output | None = None
+    lane: int = -1
+    sequence: Sequence | None = None
+    generated: list[int] = field(default_factory=list)
+    cached_tokens: int = 0
+    admitted: float | None = None
+    first_token: float | None = None
+
+
+class RoundLoop:
+    """Waiting and running requests of one engine, and the rounds over them.
+
+    `on_end(request_id)` is called when a request holds nothing any more, before its terminal event.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: Rank,
+        frontend: Frontend,
+        capacity: Capacity,
+        config: EngineConfig,
+        clock: Callable[[], float],
+        on_end: Callable[[str], None],
+    ) -> None:
+        plan = capacity.plan
+        self.cache = SequenceCache(plan.num_pages, plan.num_slots, retain=config.prefix_reuse)
+        self.stats = Stats()
+        self._rank, self._frontend, self._clock, self._on_end = rank, frontend, clock, on_end
+        self._max_context = capacity.max_context
+        self._prefill_chunk = plan.max_columns
+        self._timeout_s = config.pending_timeout_s
+        self._waiting: deque[Job] = deque()
+        self._lanes: list[Job | None] = [None] * plan.num_rows
+        self._owner: Job | None = None
+        self._ready: tuple[int, ...] = ()
+        self._decoded_last = False
+
+    # -- control: between rounds ------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Take an accepted request: it waits, or is complete at once when it wants no output."""
+        request = job.request
+        wanted, num_prompt = request.max_tokens, request.prompt.num_tokens
+        job.limit = effective_output(num_prompt, wanted, self._max_context)
+        reason = FinishReason.OUTPUT_LIMIT if job.limit == wanted else FinishReason.CONTEXT_LIMIT
+        try:
+            job.output = Output(request, self._frontend, job.limit, reason)
+        except Exception as error:
+            log.exception("request %s cannot be set up", request.request_id)
+            self._fail(job, InternalError(f"the request cannot be set up: {error}"))
+            return
+        if job.limit == 0:
+            self._end(job, Ending(reason=FinishReason.OUTPUT_LIMIT))
+        else:
+            self._waiting.append(job)
+
+    def cancel(self, request_id: str, since: float) -> None:
+        """End a request that was cancelled at time `since`; unknown ids have ended already."""
+        for job in (*self._waiting, *self._lanes):
+            if job is not None and job.request.request_id == request_id:
+                self._end(job, Ending(reason=FinishReason.CANCELLED))
+                self.stats.cancel_to_free_s.observe(self._clock() - since)
+                return
+
+    @property
+    def deadline(self) -> float | None:
+        """When the oldest waiting request times out."""
+        return self._waiting[0].submitted + self._timeout_s if self._waiting else None
+
+    def expire(self) -> None:
+        """Fail the requests that have waited too long."""
+        now = self._clock()
+        while self._waiting and self._waiting[0].submitted + self._timeout_s <= now:
+            message = f"the request waited {self._timeout_s:g} s in the queue; try again later"
+            self._fail(self._waiting[0], QueueTimeoutError(message))
+
+    def gauges(self) -> dict[str, Any]:
+        """Where the loop stands."""
+        return {
+            "waiting": len(self._waiting),
+            "running": sum(job is not None for job in self._lanes),
+            "decoding": len(self._ready),
+            "free_pages": self.cache.pages.num_free,
+            "kept_pages": self.cache.prefixes.num_pages,
+            "kept_prefixes": self.cache.prefixes.num_prefixes,
+            "free_slots": self.cache.slots.num_free,
+        }
+
+    def check_integrity(self) -> None:
+        """Assert that lanes, pages and slots have exactly one owner each."""
+        self.cache.check_integrity()
+        running = [job for job in self._lanes if job is not None]
+        assert all(self._lanes[job.lane] is job for job in running)
+        expected = {job.lane for job in running if job is not self._owner}
+        assert set(self._ready) == expected
+        assert self.cache.num_active == len(running)
+
+    # -- rounds -----------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Admit at most one request and run one unit; False when there is nothing to do. An
+        exception that comes out is the backend's, and the loop cannot go on after it."""
+        started = perf_counter()
+        can_admit = self._waiting and may_admit(self._view()) and None in self._lanes
+        admitted = self._admit() if can_admit else False
+        unit = next_unit(self._view(), self._prefill_chunk)
+        if unit is None:
+            assert admitted or not self._waiting, "an empty engine refuses a request that fits"
+            return admitted
+        if isinstance(unit, PrefillUnit):
+            self._prefill(unit)
+        else:
+            self._decode(unit)
+        self.stats.busy_s += perf_counter() - started
+        return True
+
+    def _view(self) -> RoundView:
+        job, owner = self._owner, None
+        if job is not None:
+            owner = (job.lane, int(self._rank.frontier[job.lane]), job.request.prompt.num_tokens)
+        return RoundView(owner=owner, ready=self._ready, decoded_last=self._decoded_last)
+
+    def _admit(self) -> bool:
+        """Give the oldest waiting request its lane and entitlement, if they are free."""
+        job = self._waiting[0]
+        request, now = job.request, self._clock()
+        num_prompt = request.prompt.num_tokens
+        sequence = self.cache.acquire(request.prompt, entitled_pages(num_prompt, job.limit))
+        if sequence is None:
+            return False
+        self._waiting.popleft()
+        job.sequence, job.lane, job.admitted = sequence, self._lanes.index(None), now
+        job.cached_tokens = sequence.cached_tokens
+        self._lanes[job.lane] = self._owner = job
+        self._rank.open_lane(job.lane, request, sequence)
+        self.stats.queue_s.observe(now - job.submitted)
+        self.stats.prompt_tokens += num_prompt
+        self.stats.cached_tokens += job.cached_tokens
+        started = Started(
+            request_id=request.request_id,
+            prompt_tokens=num_prompt,
+            cached_tokens=job.cached_tokens,
+            reuse_path=sequence.path,
+        )
+        self._guarded(job, job.sink, started)
+        return True
+
+    def _prefill(self, unit: PrefillUnit) -> None:
+        job = self._owner
+        assert job is not None
+        assert job.output is not None
+        began = perf_counter()
+        selection = self._rank.prefill(unit, job.output.forced)
+        self.stats.forward_s += perf_counter() - began
+        self.stats.prefill_rounds += 1
+        self.stats.prefill_tokens += unit.stop - unit.start
+        self._decoded_last = False
+        if selection is not None:
+            self._owner = None
+            self._ready = tuple(sorted((*self._ready, unit.lane)))
+            job.first_token = self._clock()
+            self.stats.first_token_s.observe(job.first_token - job.submitted)
+            self._commit([job], selection)
+
+    def _decode(self, unit: DecodeUnit) -> None:
+        jobs = [job for lane in unit.lanes if (job := self._lanes[lane]) is not None]
+        forced = [job.output.forced if job.output is not None else -1 for job in jobs]
+        began = perf_counter()
+        selection = self._rank.decode(unit.lanes, forced)
+        self.stats.forward_s += perf_counter() - began
+        self.stats.decode_rounds += 1
+        self.stats.row_rounds += len(jobs)
+        self._decoded_last = True
+        self._commit(jobs, selection)
+
+    def _commit(self, jobs: list[Job], selection: Selection) -> None:
+        """Hand every job its token; row i of the selection belongs to jobs[i]."""
+        tokens, finite = selection.token_ids.tolist(), selection.finite.tolist()
+        for i, job in enumerate(jobs):
+            if finite[i]:
+                logprob = _logprob(job, selection, i)
+                self._guarded(job, self._accept, job, tokens[i], logprob)
+            else:
+                message = "the model produced a logit that is not a number"
+                self._fail(job, InternalError(message, code="nonfinite_logits"), keep=False)
+
+    def _accept(self, job: Job, token_id: int, logprob: TokenLogprob | None) -> None:
+        output = job.output
+        assert output is not None
+        job.generated.append(token_id)
+        self.stats.completion_tokens += 1
+        for delta in output.commit(token_id, logprob):
+            job.sink(delta)
+        if output.ending is not None:
+            self._end(job, output.ending)
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    def _guarded(self, job: Job, action: Callable[..., None], *args: object) -> None:
+        """Run what belongs to one request; a fault in it costs that request alone."""
+        try:
+            action(*args)
+        except Exception as error:
+            log.exception("request %s failed", job.request.request_id)
+            if job.lane >= 0:
+                self._fail(job, InternalError(f"the request failed: {error!r}"))
+
+    def _end(self, job: Job, ending: Ending) -> None:
+        """Complete a request: free what it holds, then tell its sink."""
+        output, request_id = job.output, job.request.request_id
+        assert output is not None
+        rest = output.end(ending) if output.ending is None else []
+        ending = output.ending or ending  # a stop string may hide in the text held back
+        timings = self._timings(job)
+        self._release(job, keep=True)
+        final = Finished(
+            request_id=request_id,
+            reason=ending.reason,
+            usage=Usage(
+                prompt_tokens=job.request.prompt.num_tokens,
+                cached_tokens=job.cached_tokens,
+                completion_tokens=output.completion_tokens,
+                reasoning_tokens=output.reasoning_tokens,
+            ),
+            timings=timings,
+            stop=ending.stop,
+            stop_token_id=ending.stop_token_id,
+        )
+        self.stats.finished[ending.reason.value] += 1
+        self._tell(job, (*rest, final))
+
+    def _fail(self, job: Job, error: GInferError, *, keep: bool = True) -> None:
+        """End a request with an error. keep: its computed history is sound."""
+        self._release(job, keep=keep)
+        self.stats.failed[error.code] += 1
+        self._tell(job, (Failed(request_id=job.request.request_id, error=error),))
+
+    def _release(self, job: Job, *, keep: bool) -> None:
+        if job.lane < 0:
+            if job in self._waiting:
+                self._waiting.remove(job)
+        else:
+            assert job.sequence is not None
+            prompt, frontier = job.request.prompt, int(self._rank.frontier[job.lane])
+            if frontier > prompt.num_tokens:
+                job.sequence.made_by = MadeBy.DECODE
+            history = np.concatenate((prompt.token_ids, np.array(job.generated, np.int32)))
+            self.cache.release(job.sequence, history[: frontier if keep else 0])
+            self._lanes[job.lane] = None
+            self._ready = tuple(lane for lane in self._ready if lane != job.lane)
+            if self._owner is job:
+                self._owner = None
+            job.lane = -1
+        self._on_end(job.request.request_id)
+
+    def _tell(self, job: Job, events: tuple[Event, ...]) -> None:
+        try:
+            for event in events:
+                job.sink(event)
+        except Exception:
+            log.exception("the sink of request %s refuses its end", job.request.request_id)
+
+    def _timings(self, job: Job) -> Timings:
+        now = self._clock()
+        admitted = now if job.admitted is None else job.admitted
+        first = now if job.first_token is None else job.first_token
+        return Timings(
+            queue_s=admitted - job.submitted,
+            prefill_s=first - admitted,
+            first_token_s=first - job.submitted,
+            decode_s=now - first,
+            total_s=now - job.submitted,
+        )
+
+
+def _logprob(job: Job, selection: Selection, i: int) -> TokenLogprob | None:
+    """Logprob of row i, if its request wants it."""
+    n = job.request.sampling.logprobs
+    if n is None:
+        return None
+    best = zip(selection.top_ids[i, :n].tolist(), selection.top_logprobs[i, :n].tolist())
+    return TokenLogprob(
+        token_id=int(selection.token_ids[i]),
+        logprob=float(selection.logprobs[i]),
+        top=tuple(best),
+    )

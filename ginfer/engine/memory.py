@@ -1,0 +1,111 @@
+"""Memory plan of an engine: how many lanes, pages and slots it takes at start, or why it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ginfer.backend import MemoryPlan
+from ginfer.errors import ConfigError
+from ginfer.sizes import MIB, align_up, div_ceil, human_bytes
+from ginfer.spec import PAGE_TOKENS, LayerKind
+
+if TYPE_CHECKING:
+    from ginfer.config import EngineConfig
+    from ginfer.spec import ModelSpec
+
+AUTO_KV_NBYTES = 256 * MIB  # automatic K/V stays modest; one request of max_context always fits
+IDLE_SLOTS_PER_LANE = 1  # recurrent slots for finished conversations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """A memory plan with the context that it serves and the bytes that it takes."""
+
+    plan: MemoryPlan
+    max_context: int
+    nbytes: int
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens of K/V for all requests together."""
+        return self.plan.num_pages * PAGE_TOKENS
+
+
+def page_nbytes(spec: ModelSpec) -> int:
+    """Bytes of one page: BF16 K and V of 64 tokens in all attention layers."""
+    return len(spec.layers_of(LayerKind.FULL_ATTENTION)) * spec.attention.kv_width * PAGE_TOKENS * 4
+
+
+def slot_nbytes(spec: ModelSpec) -> int:
+    """Bytes of one recurrent slot: FP32 state and convolution history of all GDN layers."""
+    g = spec.gdn
+    state = g.num_v_heads * g.k_head_dim * g.v_head_dim + (g.conv_taps - 1) * g.conv_channels
+    return len(spec.layers_of(LayerKind.GATED_DELTANET)) * state * 4
+
+
+def plan_memory(config: EngineConfig, spec: ModelSpec, available_nbytes: int) -> Capacity:
+    """Resolve every 'auto'. Raises ConfigError with both numbers when the options do not fit the
+    model, each other, or the memory that is available."""
+    max_context = _max_context(config, spec)
+    context_pages = div_ceil(max_context, PAGE_TOKENS)
+    num_pages = _num_pages(config, spec, context_pages)
+    num_slots = config.max_concurrency * (1 + IDLE_SLOTS_PER_LANE * config.prefix_reuse)
+    nbytes = num_pages * page_nbytes(spec) + num_slots * slot_nbytes(spec)
+    if nbytes > available_nbytes:
+        raise ConfigError(
+            f"K/V and state need {human_bytes(nbytes)} for max_context {max_context} and "
+            f"max_concurrency {config.max_concurrency}, but {human_bytes(available_nbytes)} is "
+            "available; lower max_context, kv_capacity or max_concurrency",
+            param="max_context" if config.kv_capacity is None else "kv_capacity",
+        )
+    plan = MemoryPlan(
+        num_rows=config.max_concurrency,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        max_columns=max(prefill_chunk(config, max_context), config.max_concurrency),
+        max_pages_per_row=context_pages,
+    )
+    return Capacity(plan=plan, max_context=max_context, nbytes=nbytes)
+
+
+def prefill_chunk(config: EngineConfig, max_context: int) -> int:
+    """Most tokens of a prefill forward; never more than the longest prompt."""
+    return min(config.prefill_chunk, align_up(max_context, PAGE_TOKENS))
+
+
+def _max_context(config: EngineConfig, spec: ModelSpec) -> int:
+    if config.max_context is None:
+        return spec.max_context
+    if config.max_context > spec.max_context:
+        raise ConfigError(
+            f"max_context is {config.max_context}; the model's native context is "
+            f"{spec.max_context}",
+            param="max_context",
+        )
+    return config.max_context
+
+
+def _num_pages(config: EngineConfig, spec: ModelSpec, context_pages: int) -> int:
+    least = max(context_pages, config.max_concurrency)
+    if config.kv_capacity is None:
+        affordable = AUTO_KV_NBYTES // page_nbytes(spec)
+        return max(least, min(affordable, config.max_concurrency * context_pages))
+    num_pages = config.kv_capacity // PAGE_TOKENS
+    if num_pages < least:
+        raise ConfigError(
+            f"kv_capacity is {config.kv_capacity} tokens; max_context and max_concurrency "
+            f"{config.max_concurrency} need at least {least * PAGE_TOKENS}; raise kv_capacity or "
+            "lower max_context",
+            param="kv_capacity",
+        )
+    return num_pages
+
+
+def available_nbytes() -> int:
+    """Host memory that can still be taken without swapping."""
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise ConfigError("the system does not tell its available memory", param="kv_capacity")

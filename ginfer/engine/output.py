@@ -1,0 +1,144 @@
+"""Output of one response: tokens in, deltas out, and the decision that it is complete."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ginfer.engine.request import Delta, FinishReason
+from ginfer.engine.stops import StopMatcher
+from ginfer.prompt import Channel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ginfer.engine.request import Request, TokenLogprob
+    from ginfer.frontend.base import Frontend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """Why a response is complete, and the stop string or token that completed it."""
+
+    reason: FinishReason
+    stop: str | None = None
+    stop_token_id: int | None = None
+
+
+class Output:
+    """Decoder, stop matchers, reasoning budget and limits of one response.
+
+    Every committed token id appears in exactly one delta, in the round that drew it, except a stop
+    token; its text may follow later, while it is ambiguous. limit: most tokens, and what it means
+    to reach it.
+    """
+
+    def __init__(
+        self, request: Request, frontend: Frontend, limit: int, limit_reason: FinishReason
+    ) -> None:
+        self._request = request
+        self._frontend = frontend
+        self._limit, self._limit_reason = limit, limit_reason
+        own = () if request.ignore_eos else frontend.stop_token_ids
+        self._stop_ids = frozenset((*own, *request.stop_token_ids))
+        self._decoder = frontend.stream_decoder(
+            opens_reasoning=request.prompt.opens_reasoning,
+            raw=request.raw,
+            keep_special_tokens=request.keep_special_tokens,
+        )
+        self._matchers = {
+            channel: StopMatcher([s for s in request.stop_strings if s.channel is channel])
+            for channel in Channel
+        }
+        self._closing: deque[int] = deque()
+        self._text: dict[Channel, str] = {}
+        self.completion_tokens = 0
+        self.reasoning_tokens = 0
+        self.ending: Ending | None = None
+        self._plan_forced()
+
+    @property
+    def forced(self) -> int:
+        """Token id that the next draw must take, or -1."""
+        return self._closing[0] if self._closing else -1
+
+    def commit(self, token_id: int, logprob: TokenLogprob | None) -> list[Delta]:
+        """Take the drawn token; return what may be shown, and set `ending` when it is the last."""
+        channel = self._decoder.channel
+        self.completion_tokens += 1
+        self.reasoning_tokens += channel is Channel.REASONING
+        if token_id in self._stop_ids:
+            text = self._frontend.token_text(token_id)
+            return self.end(
+                Ending(reason=FinishReason.STOP_TOKEN, stop=text, stop_token_id=token_id)
+            )
+        pieces: Iterable[tuple[Channel, str]] = self._decoder.feed(token_id)
+        if self._closing:
+            self._closing.popleft()
+            pieces = [piece for piece in pieces if piece[0] is not Channel.REASONING]
+        self._take(pieces)
+        if self.ending is None and self.completion_tokens == self._limit:
+            self._flush(Ending(reason=self._limit_reason))
+        if not self._closing:
+            self._plan_forced()
+        logprobs = () if logprob is None else (logprob,)
+        return self._deltas(channel, (token_id,), logprobs)
+
+    def end(self, ending: Ending) -> list[Delta]:
+        """End the response now; return what was held back."""
+        self._flush(ending)
+        return self._deltas(self._decoder.channel, (), ())
+
+    def _plan_forced(self) -> None:
+        """Queue the tokens that close the think block once its budget is spent."""
+        budget = self._request.reasoning_budget
+        if budget is None or self.reasoning_tokens < budget:
+            return
+        if self._decoder.channel is Channel.REASONING:
+            self._closing.extend(self._frontend.reasoning_close_ids)
+
+    def _take(self, pieces: Iterable[tuple[Channel, str]]) -> None:
+        """Pass the text of one token through the stop matchers of its channels."""
+        joined: dict[Channel, str] = {}
+        for channel, text in pieces:
+            joined[channel] = joined.get(channel, "") + text
+        for channel, text in joined.items():
+            if channel is Channel.CONTENT:  # reasoning is over: nothing can complete there any more
+                self._show(Channel.REASONING, self._matchers[Channel.REASONING].flush())
+            self._show(channel, self._matchers[channel].feed(text))
+            match = self._matchers[channel].match
+            if match is not None:
+                self.ending = Ending(reason=FinishReason.STOP_STRING, stop=match.text)
+                return
+
+    def _flush(self, ending: Ending) -> None:
+        """The response ends for `ending`, unless a stop string hides in the text held back."""
+        self._take(self._decoder.finish())
+        if self.ending is None:
+            self.ending = ending
+            for channel, matcher in self._matchers.items():
+                self._show(channel, matcher.flush())
+
+    def _show(self, channel: Channel, text: str) -> None:
+        if text:
+            self._text[channel] = self._text.get(channel, "") + text
+
+    def _deltas(
+        self, channel: Channel, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
+    ) -> list[Delta]:
+        """One delta per channel with text or token ids; the ids belong to `channel`."""
+        shown, self._text = self._text, {}
+        if token_ids:
+            shown.setdefault(channel, "")
+        return [
+            Delta(
+                request_id=self._request.request_id,
+                channel=c,
+                text=shown[c],
+                token_ids=token_ids if c is channel else (),
+                logprobs=logprobs if c is channel else (),
+            )
+            for c in Channel
+            if c in shown
+        ]

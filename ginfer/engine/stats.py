@@ -1,0 +1,69 @@
+"""Counters and histograms of one engine."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from typing import Any
+
+SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class Histogram:
+    """Counts of observed seconds per bucket; `bounds` are inclusive upper ends, the last bucket is
+    open."""
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.total += seconds
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "bounds": list(self.bounds),
+            "counts": list(self.counts),
+            "count": sum(self.counts),
+            "sum": self.total,
+        }
+
+
+class Stats:
+    """What one engine has done so far. The loop thread writes; anybody may take a snapshot.
+
+    finished counts by finish reason, failed by error code, rejected by error code at submission.
+    forward_s is time inside the backend, busy_s the time of whole rounds.
+    """
+
+    def __init__(self) -> None:
+        self.submitted = 0
+        self.finished: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.prefill_tokens = 0
+        self.completion_tokens = 0
+        self.prefill_rounds = 0
+        self.decode_rounds = 0
+        self.row_rounds = 0
+        self.forward_s = 0.0
+        self.busy_s = 0.0
+        self.queue_s = Histogram()
+        self.first_token_s = Histogram()
+        self.cancel_to_free_s = Histogram()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Plain values, safe to send anywhere."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Histogram):
+        return value.snapshot()
+    return dict(value) if isinstance(value, Counter) else value

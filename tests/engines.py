@@ -1,0 +1,115 @@
+"""Engines over the demo package, and short hands to run requests on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ginfer.config import EngineConfig
+from ginfer.engine.engine import Engine
+from ginfer.engine.request import Delta, Failed, Finished, Request, SamplingParams, Started
+from ginfer.prompt import Channel, PreparedPrompt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ginfer.engine.request import Event, TokenLogprob
+
+DEMO_PACKAGE = Path(__file__).parents[1] / "appliance/demo/qwen3.8-demo-groupwise-int.ginfer"
+_ids = count()
+
+
+def open_demo(**options: Any) -> Engine:
+    """An engine on the CPU image with two threads."""
+    return Engine.open(EngineConfig(package=DEMO_PACKAGE, backend="cpu", threads=2, **options))
+
+
+def ids_prompt(ids: Any, **fields: Any) -> PreparedPrompt:
+    """A prompt of plain token ids."""
+    return PreparedPrompt(token_ids=np.array(ids, np.int32), **fields)
+
+
+def random_prompt(rng: np.random.Generator, length: int) -> PreparedPrompt:
+    """A prompt of random ordinary tokens."""
+    return ids_prompt(rng.integers(0, 4096, length))
+
+
+def make_request(prompt: PreparedPrompt, max_tokens: int = 16, **fields: Any) -> Request:
+    """A greedy request with a fresh id; `sampling` may be a dictionary."""
+    sampling = fields.pop("sampling", {"temperature": 0.0})
+    if isinstance(sampling, dict):
+        sampling = SamplingParams(**sampling)
+    return Request(
+        request_id=f"request-{next(_ids)}",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        **fields,
+    )
+
+
+@dataclass
+class Run:
+    """A submitted request: its events as they come, put together."""
+
+    request: Request
+    on_event: Callable[[Event], None] | None = None
+    events: list[Event] = field(default_factory=list)
+    _end: SimpleQueue[Finished | Failed] = field(default_factory=SimpleQueue)
+
+    def __call__(self, event: Event) -> None:
+        """The sink."""
+        self.events.append(event)
+        if self.on_event is not None:
+            self.on_event(event)
+        if isinstance(event, Finished | Failed):
+            self._end.put(event)
+
+    def wait(self, timeout_s: float = 60) -> Run:
+        """Wait for the end; raises the request's error."""
+        end = self._end.get(timeout=timeout_s)
+        if isinstance(end, Failed):
+            raise end.error
+        return self
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [e for e in self.events if isinstance(e, Delta)]
+
+    @property
+    def started(self) -> Started:
+        return next(e for e in self.events if isinstance(e, Started))
+
+    @property
+    def finished(self) -> Finished:
+        last = self.events[-1]
+        assert isinstance(last, Finished)
+        return last
+
+    @property
+    def ids(self) -> list[int]:
+        return [i for d in self.deltas for i in d.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [p for d in self.deltas for p in d.logprobs]
+
+    def text(self, channel: Channel = Channel.CONTENT) -> str:
+        return "".join(d.text for d in self.deltas if d.channel is channel)
+
+
+def submit(engine: Engine, request: Request, on_event: Any = None) -> Run:
+    """Submit a request."""
+    run = Run(request, on_event)
+    engine.submit(request, run)
+    return run
+
+
+def complete(engine: Engine, prompt: PreparedPrompt, max_tokens: int = 16, **fields: Any) -> Run:
+    """Run one request to its end."""
+    return submit(engine, make_request(prompt, max_tokens, **fields)).wait()

@@ -1,0 +1,54 @@
+"""Loader: a package is bound to its contract, and every difference is reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ginfer.engine.loader import open_package
+from ginfer.errors import ArtifactError, ConfigError
+from tests.engines import DEMO_PACKAGE
+from tests.packages import IDENTITY, write_package
+
+
+def nothing(stage, done, total):
+    """Progress of nobody."""
+
+
+def test_the_demo_package_has_what_its_contract_wants():
+    seen = []
+    bound = open_package(DEMO_PACKAGE, verify=True, progress=lambda *call: seen.append(call))
+    with bound.package:
+        assert bound.contract.model_id == "qwen3.8-demo"
+        assert sorted(bound.resources()) == sorted(bound.contract.resources)
+    stage, done, total = seen[-1]
+    assert (stage, done) == ("verify", total)
+
+
+def test_every_difference_is_reported_at_once(tmp_path):
+    path = write_package(tmp_path / "p.ginfer")
+    with pytest.raises(ArtifactError) as caught:
+        open_package(path, verify=False, progress=nothing)
+    findings = [str(f) for f in caught.value.findings]
+    assert len(findings) > 140
+    for name in ("text/output_head", "text/final_norm", "vision/merger/fc2/bias", "scale"):
+        assert any(name in finding for finding in findings), name
+    assert "more)" in str(caught.value)
+
+
+def test_an_unregistered_model_is_refused(tmp_path):
+    identity = dataclasses.replace(IDENTITY, weights_id="nvfp4")
+    path = write_package(tmp_path / "p.ginfer", identity=identity)
+    with pytest.raises(ConfigError, match="nvfp4"):
+        open_package(path, verify=False, progress=nothing)
+
+
+def test_a_flipped_payload_bit_is_found_when_asked(tmp_path):
+    data = bytearray(DEMO_PACKAGE.read_bytes())
+    data[-1000] ^= 1
+    path = tmp_path / "p.ginfer"
+    path.write_bytes(data)
+    open_package(path, verify=False, progress=nothing).package.close()
+    with pytest.raises(ArtifactError, match="vision/"):
+        open_package(path, verify=True, progress=nothing)

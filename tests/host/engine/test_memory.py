@@ -1,0 +1,60 @@
+"""Memory plan: every 'auto' resolved, every impossible wish refused with both numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ginfer.config import EngineConfig
+from ginfer.engine.memory import page_nbytes, plan_memory, slot_nbytes
+from ginfer.errors import ConfigError
+from ginfer.models.qwen import QWEN_27B, QWEN_DEMO
+
+GIB = 1 << 30
+
+
+def plan(spec=QWEN_DEMO.spec, available=64 * GIB, **options):
+    return plan_memory(EngineConfig(package=Path("p"), **options), spec, available)
+
+
+def test_sizes_of_the_27b_model_are_the_documented_ones():
+    assert page_nbytes(QWEN_27B.spec) == 64 * 65_536
+    state, conv = 144 * (1 << 20), 48 * 3 * 10_240 * 4
+    assert slot_nbytes(QWEN_27B.spec) == state + conv
+
+
+def test_automatic_capacity_serves_all_lanes_at_native_context():
+    capacity = plan()
+    assert capacity.max_context == 16_384
+    assert capacity.kv_capacity == 8 * 16_384
+    assert capacity.plan.num_slots == 16
+    assert capacity.plan.max_pages_per_row == 256
+    assert plan(prefix_reuse=False).plan.num_slots == 8
+
+
+def test_automatic_capacity_always_holds_one_request():
+    assert plan(QWEN_27B.spec).kv_capacity == 262_144
+
+
+def test_explicit_capacity_is_taken_in_whole_pages():
+    assert plan(max_context=1000, kv_capacity=2100).kv_capacity == 2048
+    assert plan(max_context=1000).plan.max_pages_per_row == 16
+    assert plan(max_context=100, prefill_chunk=1024).plan.max_columns == 128
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "numbers"),
+    [
+        ({"max_context": 20_000}, "max_context", ("20000", "16384")),
+        ({"kv_capacity": 16_383}, "kv_capacity", ("16383", "16384")),
+        ({"kv_capacity": 448, "max_context": 64}, "kv_capacity", ("448", "512")),
+        ({"available": GIB // 8}, "max_context", ("128.0 MiB", "293.4")),
+        ({"available": GIB // 8, "kv_capacity": 131_072}, "kv_capacity", ("128.0 MiB", "293.4")),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_both_numbers(options, param, numbers):
+    with pytest.raises(ConfigError) as caught:
+        plan(**options)
+    assert caught.value.param == param
+    assert all(number in str(caught.value) for number in numbers), str(caught.value)
