@@ -122,10 +122,6 @@ class Frontend(Protocol):
         """Bind the turn that answered `prompt` to its generated ids (without the stop token), so
         that it is replayed id for id when it comes back word for word; False if it cannot be."""
 
-    def remember(self, prompt: PreparedPrompt, token_ids: Sequence[int]) -> bool:
-        """Bind the turn that answered `prompt` to its generated ids (without the stop token), so
-        that a later prompt that repeats its text repeats its ids. False if it cannot be bound."""
-
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, special tokens recognised."""
 

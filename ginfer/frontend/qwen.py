@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ginfer.errors import ArtifactError, RequestError, UnsupportedError
 from ginfer.frontend.base import SamplingDefaults
+from ginfer.frontend.channels import QwenStreamDecoder
 from ginfer.frontend.template import ChatTemplate
 from ginfer.frontend.tokenizer import MARK, Tokenizer
 from ginfer.prompt import PreparedPrompt
@@ -143,6 +144,18 @@ class QwenFrontend:
         except UnicodeDecodeError:
             return False
         return self._tokenizer.remember(text, turn)
+
+    def stream_decoder(
+        self, *, opens_reasoning: bool, raw: bool = False, keep_special_tokens: bool = False
+    ) -> QwenStreamDecoder:
+        """A decoder for one response."""
+        return QwenStreamDecoder(
+            self._tokenizer,
+            stop_token_ids=self._stop_token_ids,
+            opens_reasoning=opens_reasoning,
+            raw=raw,
+            keep_special_tokens=keep_special_tokens,
+        )
 
     def _turns(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:
         """Messages as the template takes them, and the text of the late system blocks."""
