@@ -11,6 +11,8 @@ import click
 import orjson
 
 from ginfer.artifact import Package, TensorRecord
+from ginfer.engine.loader import inventory_findings
+from ginfer.errors import ConfigError
 from ginfer.sizes import human_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 @click.option("--objects", is_flag=True, help="List every object.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every object.")
 def command(package: Path, objects: bool, as_json: bool) -> None:
-    """Show what PACKAGE is: identity, producer, sizes by format and rank, resources."""
+    """Show what PACKAGE is: identity, producer, sizes by format and rank, resources, and how it
+    differs from the model that it names."""
     with Package.open(package) as opened:
         if as_json:
             click.echo(orjson.dumps(describe(opened), option=orjson.OPT_INDENT_2))
@@ -39,6 +42,7 @@ def describe(package: Package) -> dict[str, Any]:
         "digest": package.digest,
         "payload_offset": package.payload_offset,
         "identity": asdict(package.identity),
+        "inventory": inventory(package),
         "formats": _totals(package.tensors, lambda t: f"{t.format} {t.layout}"),
         "groups": _totals(package.tensors, lambda t: ",".join(map(str, t.ranks))),
         "objects": [
@@ -46,6 +50,14 @@ def describe(package: Package) -> dict[str, Any]:
             for o in package.objects
         ],
     }
+
+
+def inventory(package: Package) -> list[str]:
+    """Return the differences to the registered model, a line each; empty when it is complete."""
+    try:
+        return [str(finding) for finding in inventory_findings(package)]
+    except ConfigError as error:
+        return [error.message]
 
 
 def _totals(
@@ -62,6 +74,7 @@ def _totals(
 
 def _summary(package: Package) -> Iterator[str]:
     i, p = package.identity, package.identity.producer
+    differences = inventory(package)
     rows = (
         ("package", f"{click.format_filename(package.path)} ({human_bytes(package.nbytes)})"),
         ("digest", package.digest),
@@ -70,6 +83,7 @@ def _summary(package: Package) -> Iterator[str]:
         ("tp", f"{i.tp}, drafter {i.drafter_tp or 'none'}"),
         ("kv calibration", i.kv_calibration or "none"),
         ("qualified", ", ".join(i.qualified) or "nowhere yet"),
+        ("inventory", f"{len(differences)} differences" if differences else "complete"),
         ("producer", f"{p.name} {p.version}"),
         ("recipe", p.recipe_sha256),
         ("source", p.source_sha256),
@@ -81,6 +95,7 @@ def _summary(package: Package) -> Iterator[str]:
             size = human_bytes(total["bytes"])
             yield f"{title} {name:38} {total['tensors']:5} tensors {size:>10}"
     yield ""
+    yield from (f"difference {line}" for line in differences)
     for name, record in package.resources.items():
         yield f"resource {name:42} {human_bytes(record.bytes):>17}"
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from ginfer.artifact import Finding
     from ginfer.backend import Backend
     from ginfer.models.contract import ModelContract
 
@@ -41,8 +42,7 @@ def open_package(
     package = Package.open(path)
     try:
         contract = contract_for(package.identity.model_id, package.identity.weights_id)
-        found = diff_inventory(package, _expected(package, contract), contract.resources)
-        _raise_if_any(path, found)
+        _raise_if_any(path, inventory_findings(package))
         if verify:
             found = verify_digests(package, lambda done, total: progress("verify", done, total))
             _raise_if_any(path, found)
@@ -50,6 +50,13 @@ def open_package(
         package.close()
         raise
     return BoundPackage(package=package, contract=contract)
+
+
+def inventory_findings(package: Package) -> tuple[Finding, ...]:
+    """Every difference between a package and the model that it names. Raises ConfigError for a
+    model that is not registered."""
+    contract = contract_for(package.identity.model_id, package.identity.weights_id)
+    return diff_inventory(package, _expected(package, contract), contract.resources)
 
 
 def load_weights(

@@ -18,11 +18,12 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from ginfer.artifact import Package, PlannedResource, PlannedTensor, verify_digests
+from ginfer.artifact import Package, PlannedResource, PlannedTensor, ResourceRecord, verify_digests
 from ginfer.artifact import findings as f
 from ginfer.artifact.directory import encode
+from ginfer.artifact.writer import lay_out
 from ginfer.errors import ArtifactError
-from ginfer.formats import BF16, FP32, Q4G64_F16S, Layout
+from ginfer.formats import BF16, FORMATS, FP32, Q4G64_F16S, Layout
 from tests.packages import IDENTITY, PLAN, assemble, canonical, take_apart, write_package
 
 CASE_LIMIT_S = 5
@@ -225,6 +226,19 @@ def examine(path, data, forged):
     return [type(x).__name__ for x in findings]
 
 
+def planned(record):
+    """Return the plan of an object as the writer takes it."""
+    if isinstance(record, ResourceRecord):
+        return PlannedResource(name=record.name, nbytes=record.bytes)
+    return PlannedTensor(
+        name=record.name,
+        shape=record.shape,
+        format=FORMATS[record.format],
+        layout=Layout(record.layout),
+        ranks=record.ranks,
+    )
+
+
 def examine_opened(package, data, forged):
     """Verify a file that opened, and compare all that it gives out with its bytes."""
     with package:
@@ -232,6 +246,8 @@ def examine_opened(package, data, forged):
         assert forged or found, "a change was not found"
         directory = encode(package.identity, package.objects)
         assert data[64 : 64 + len(directory)] == directory
+        rewritten = lay_out([planned(record) for record in package.objects])
+        assert [r.offset for r in rewritten] == [r.offset for r in package.objects]
         for record in package.objects:
             start = package.payload_offset + record.offset
             stored = data[start : start + record.bytes]
