@@ -114,55 +114,61 @@ def _fma_columns(acc, w, scale, x, x_stride, T, count):
 
 
 @njit(nogil=True, cache=True)
-def _finish(y, acc, T, N, unit, mode):
-    """Finished sums acc [T][ROWS] to columns of y: stored, added or as silu(gate) * up."""
-    rows = min(ROWS, N - unit * ROWS)
-    width = y.shape[1] * 4
+def _finish(y, y_stride, acc, T, rows, mode):
+    """Finished sums acc [T][ROWS] to T columns of y: stored, added or as silu(gate) * up."""
     for t in range(T):
-        source = acc + t * _ROW_NBYTES
+        source, target = acc + t * _ROW_NBYTES, y + t * y_stride
         if mode == SILU_UP:
-            target = y.ctypes.data + t * width + unit * _ROW_NBYTES // 2
             for r in range(0, rows, 32):
                 simd.silu_up_rows(target + 2 * r, source + 4 * r)
-            continue
-        target = y.ctypes.data + t * width + unit * _ROW_NBYTES
-        for r in range(0, rows - 15, 16):
-            if mode == ADD:
+        elif mode == ADD:
+            for r in range(0, rows - 15, 16):
                 simd.add_rows(target + 4 * r, source + 4 * r)
-            else:
+            for r in range(rows // 16 * 16, rows):
+                simd.add_row(target + 4 * r, source + 4 * r)
+        else:
+            for r in range(0, rows - 15, 16):
                 simd.store_rows(target + 4 * r, source + 4 * r)
-        for r in range(rows // 16 * 16, rows):
-            value = simd.load_f32(source + 4 * r)
-            n = unit * ROWS + r
-            y[t, n] = y[t, n] + value if mode == ADD else value
+            for r in range(rows // 16 * 16, rows):
+                simd.store_row(target + 4 * r, source + 4 * r)
 
 
 @njit(nogil=True, cache=True)
-def linear_unit(y, x, address, kind, stride, N, K, mode, unit):
-    """One task: unit `unit` of a tiled matrix for all columns of x [T <= CHUNK, K]."""
+def linear_unit(y, y_stride, x, x_stride, T, address, kind, stride, N, K, mode, unit):
+    """One task: unit `unit` of a tiled matrix for T <= CHUNK columns.
+
+    y, x: addresses of float32 [T, N] (SILU_UP: [T, N / 2]) and [T, K], rows `y_stride` and
+    `x_stride` bytes apart; address, kind, stride, N, K: of the LinearWeight.
+    """
     w, scale, acc = _slice_scratch(), _scale_scratch(), _sum_scratch()
-    T, tiles = x.shape[0], (K + 63) // 64
     for i in range(T * simd.ROW_TILES):
         simd.zero_rows(acc + 64 * i)
-    size = 32 if kind == _W8 else 64
-    for tile in range(tiles):
-        _unpack(w, scale, address + (unit // 2 * tiles + tile) * stride, kind, unit % 2 * 4)
-        for k in range(0, min(64, K - 64 * tile), size):
-            column = x.ctypes.data + 4 * (64 * tile + k)
-            count = min(size, K - 64 * tile - k)
-            part = k // size * _ROW_NBYTES
-            _fma_columns(acc, w + k * _ROW_NBYTES, scale + part, column, 4 * K, T, count)
-    _finish(y, acc, T, N, unit, mode)
+    size, tiles = 32 if kind == _W8 else 64, (K + 63) // 64
+    tile = address + unit // 2 * tiles * stride
+    for first in range(0, K, 64):
+        _unpack(w, scale, tile, kind, unit % 2 * 4)
+        tile += stride
+        for k in range(0, min(64, K - first), size):
+            count = min(size, K - first - k)
+            part, column = k // size * _ROW_NBYTES, x + 4 * (first + k)
+            _fma_columns(acc, w + k * _ROW_NBYTES, scale + part, column, x_stride, T, count)
+    rows = min(ROWS, N - unit * ROWS)
+    first = unit * _ROW_NBYTES // (2 if mode == SILU_UP else 1)
+    _finish(y + first, y_stride, acc, T, rows, mode)
 
 
 @njit(nogil=True, parallel=True, cache=True)
 def _linear(y, x, address, kind, stride, N, K, mode):
-    T = x.shape[0]
+    T, y_stride, x_stride = x.shape[0], y.shape[1] * 4, K * 4
+    y_address, x_address = y.ctypes.data, x.ctypes.data
     units, chunks = (N + ROWS - 1) // ROWS, (T + CHUNK - 1) // CHUNK
     for task in prange(units * chunks):
         unit, first = task % units, task // units * CHUNK
-        last = min(T, first + CHUNK)
-        linear_unit(y[first:last], x[first:last], address, kind, stride, N, K, mode, unit)
+        y_first, x_first = y_address + first * y_stride, x_address + first * x_stride
+        columns = min(CHUNK, T - first)
+        linear_unit(
+            y_first, y_stride, x_first, x_stride, columns, address, kind, stride, N, K, mode, unit
+        )
 
 
 def _run(y, x, weight, mode):

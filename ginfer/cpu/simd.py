@@ -10,6 +10,7 @@ An unpacked slice is [k][ROWS] float32: per k one vector for each row tile of 16
 from __future__ import annotations
 
 import inspect
+from typing import Any, cast
 
 from llvmlite import ir
 from numba import config, types
@@ -24,21 +25,21 @@ _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VI, _VF = ir.VectorType(_I32, 16), ir.VectorType(_F32, 16)
 _VH = ir.VectorType(ir.IntType(16), 16)
 _MAGIC = 0x4B000000  # bits of 2^23: an integer ored into its low bits is added to it
-_FEATURES = config.CPU_FEATURES or get_host_cpu_features()
+_FEATURES = getattr(config, "CPU_FEATURES", None) or get_host_cpu_features()
 _ACCUMULATORS = 24 if "+avx512f" in _FEATURES else 6  # vectors of 16 lanes held in registers
 
 
-def _emitted(emit):
+def _emitted(emit: Any) -> Any:
     """Make a Numba intrinsic of int64 arguments from a function that emits IR."""
 
-    def typed(context, *arguments):
+    def typed(context: Any, *arguments: Any) -> Any:
         def codegen(context, builder, signature, values):
             result = emit(builder, *values)
             return context.get_dummy_value() if result is None else result
 
         return types.void(*(types.int64,) * len(arguments)), codegen
 
-    typed.__signature__ = inspect.signature(emit)  # Numba folds call arguments by it
+    cast("Any", typed).__signature__ = inspect.signature(emit)  # Numba folds call arguments by it
     return intrinsic(typed)
 
 
@@ -138,8 +139,10 @@ def unpack_bf16(b, source, target):
     for h in range(2):
         for t in range(4):
             lanes = [*range(4 * t, 4 * t + 4), *range(16 + 4 * t, 20 + 4 * t)]
-            rows = [_shuffle(b, halves[0][q], halves[1][q], lanes) for q in (2 * h, 2 * h + 1)]
-            words = _shuffle(b, *rows, list(range(16)))
+            first, second = (
+                _shuffle(b, halves[0][q], halves[1][q], lanes) for q in (2 * h, 2 * h + 1)
+            )
+            words = _shuffle(b, first, second, list(range(16)))
             for e, value in enumerate((b.shl(words, _ints(16)), b.and_(words, _ints(0xFFFF0000)))):
                 _store(b, b.bitcast(value, _VF), target, (2 * t + 8 * h + e) * 4 * ROWS)
 
@@ -247,7 +250,8 @@ def scratch(nbytes):
     @intrinsic
     def allocate(context):
         def codegen(context, builder, signature, values):
-            memory = cgutils.alloca_once(builder, ir.ArrayType(_F32, nbytes // 4))
+            with builder.goto_entry_block():  # not filled, unlike cgutils.alloca_once
+                memory = builder.alloca(ir.ArrayType(_F32, nbytes // 4))
             memory.align = 64
             return builder.ptrtoint(memory, _I64)
 
@@ -267,26 +271,24 @@ def _fill(value):
 zero_rows, one_rows = _fill(0.0), _fill(1.0)
 
 
-@intrinsic
-def load_f32(context, address):
-    """The float32 at an address."""
+def _store_rows(kind):
+    @_emitted
+    def store(b, target, source):
+        _store(b, _load(b, source, 0, kind), target)
 
-    def codegen(context, builder, signature, values):
-        return _load(builder, *values, 0, _F32)
-
-    return types.float32(types.int64), codegen
+    return store
 
 
-@_emitted
-def store_rows(b, target, source):
-    """target[0:16] = source[0:16]."""
-    _store(b, _load(b, source), target)
+def _add_rows(kind):
+    @_emitted
+    def add(b, target, source):
+        _store(b, b.fadd(_load(b, target, 0, kind), _load(b, source, 0, kind)), target)
+
+    return add
 
 
-@_emitted
-def add_rows(b, target, source):
-    """target[0:16] += source[0:16]."""
-    _store(b, b.fadd(_load(b, target), _load(b, source)), target)
+store_rows, store_row = _store_rows(_VF), _store_rows(_F32)  # 16 floats, or one
+add_rows, add_row = _add_rows(_VF), _add_rows(_F32)  # target += source
 
 
 @_emitted
