@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ginfer.errors import GInferError
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -67,7 +65,7 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="ginfer", message="ginfer %(version)s")
 @click.pass_context
 def group(ctx: click.Context) -> None:
-    """GInfer: Qwen3.8 for agents, on your own machine."""
+    """GInfer: language models for agents, on your own machine."""
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
@@ -76,21 +74,25 @@ def invoke(command: click.Command, args: Sequence[str], name: str) -> int:
     """Run a command and return the exit code: 0; 1 after one line on stderr for a mistake of the
     user; 130 on Ctrl-C; 141 when the reader of the output has gone."""
     try:
-        code = command.main(list(args), prog_name=name, standalone_mode=False)
+        with command.make_context(name, list(args)) as context:
+            command.invoke(context)
         sys.stdout.flush()
-        return code if isinstance(code, int) else 0
-    except click.Abort:
-        return INTERRUPTED
+        return 0
+    except click.exceptions.Exit as end:
+        return end.exit_code
     except click.ClickException as error:
         return _fail(name, error.format_message())
-    except GInferError as error:
-        return _fail(name, error.message)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
         # the interpreter flushes stdout once more when it ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+    except Exception as error:
+        # not imported above: --help loads as little as it can
+        if not isinstance(error, import_module("ginfer.errors").GInferError):
+            raise
+        return _fail(name, str(error))
 
 
 def _fail(name: str, message: str) -> int:
