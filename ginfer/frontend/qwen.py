@@ -1,5 +1,5 @@
 """Frontend of the Qwen3.8 family: prompts, stop set, presets; its output side is in `channels` and
-`calls`.
+`output`.
 
 Decisions where the template refuses or leaves room:
 - A leading developer message is the system message. Every other system or developer message is
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ginfer.errors import ArtifactError, RequestError, UnsupportedError
 from ginfer.frontend.base import SamplingDefaults
 from ginfer.frontend.channels import QwenStreamDecoder
+from ginfer.frontend.output import QwenOutputParser
 from ginfer.frontend.template import ChatTemplate
 from ginfer.frontend.tokenizer import MARK, Tokenizer
 from ginfer.prompt import PreparedPrompt
@@ -156,6 +157,10 @@ class QwenFrontend:
             raw=raw,
             keep_special_tokens=keep_special_tokens,
         )
+
+    def output_parser(self, tools: Sequence[Tool]) -> QwenOutputParser:
+        """A parser for one response; without tools, tool markup is text."""
+        return QwenOutputParser(tools)
 
     def _turns(self, messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:
         """Messages as the template takes them, and the text of the late system blocks."""
