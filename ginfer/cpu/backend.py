@@ -1,0 +1,327 @@
+"""CpuBackend: the Backend protocol over the Numba kernels of this package.
+
+Activations are float32; K/V is BF16 in pages [page][attention layer][K, V][head][64 D]; recurrent
+state and convolution history are float32, [GDN layer][slot]. Both numeric families share the
+linear operators, whose order does not depend on the number of columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import set_num_threads
+from numba.core import config
+
+from ginfer.batch import ForwardBatch, Phase, Selection, SelectionBatch
+from ginfer.cpu import attention, gdn, sampling
+from ginfer.cpu.linear import embedding_rows, linear, linear_add, linear_silu_up
+from ginfer.cpu.norm import rms_norm
+from ginfer.cpu.rope import frequency_axes, inverse_frequencies, rope_table
+from ginfer.cpu.stage import Staged, slice_draws, stage, stage_draws
+from ginfer.cpu.weights import Model, bind
+from ginfer.env import THREADS
+from ginfer.errors import ConfigError
+from ginfer.sizes import div_ceil
+from ginfer.spec import PAGE_TOKENS, LayerKind, ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from ginfer.backend import MemoryPlan, PackedTensor
+
+    F32 = NDArray[np.float32]
+
+_BLOCK = attention.DECODE_TILES * PAGE_TOKENS
+
+
+def thread_count(wanted: int | None) -> int:
+    """Threads to use: the argument, else GINFER_THREADS, else all. Raises ConfigError."""
+    available = int(getattr(config, "NUMBA_NUM_THREADS"))
+    text = THREADS.read() if wanted is None else str(wanted)
+    if not text:
+        return int(available)
+    if not text.isdigit() or not 1 <= int(text) <= available:
+        raise ConfigError(f"threads = {text!r} is not between 1 and {available}", param="threads")
+    return int(text)
+
+
+class CpuBackend:
+    """One model on this machine's cores."""
+
+    name = "cpu"
+
+    def __init__(self, spec: ModelSpec, *, threads: int | None = None) -> None:
+        self._spec, self._threads = spec, thread_count(threads)
+        a, g = spec.attention, spec.gdn
+        self._heads = attention.Heads(
+            a.num_q_heads, a.num_kv_heads, a.head_dim, np.float32(a.scale)
+        )
+        self._shape = gdn.Shape(g.num_k_heads, g.num_v_heads, g.k_head_dim, g.v_head_dim)
+        self._eps = np.float32(spec.norm_eps)
+        self._axes = frequency_axes(a.mrope_sections)
+        self._inv_freq = inverse_frequencies(a.rope_theta, a.rotary_dim // 2)
+        kinds = (LayerKind.FULL_ATTENTION, LayerKind.GATED_DELTANET)
+        self._index = {i: n for kind in kinds for n, i in enumerate(spec.layers_of(kind))}
+        self._model: Model | None = None
+        self._buffers: dict[str, np.ndarray] = {}
+        self._weight_nbytes = 0
+        self._staged: Staged | None = None
+
+    def load(self, tensors: Iterable[PackedTensor], progress: Callable[[int], None]) -> None:
+        """Bind the weights where they lie. Raises ArtifactError naming what is missing."""
+
+        def taken(nbytes: int) -> None:
+            self._weight_nbytes = nbytes
+            progress(nbytes)
+
+        self._model = bind(self._spec, tensors, taken)
+
+    def allocate(self, plan: MemoryPlan) -> None:
+        """Allocate and zero all memory, then compile every kernel by small forwards on slot 0."""
+        s, a, g = self._spec, self._spec.attention, self._spec.gdn
+        T, F = plan.max_columns, a.rotary_dim // 2
+        self._logit_rows = min(T, max(plan.num_rows, 8))
+        self._partials = div_ceil(plan.max_pages_per_row * PAGE_TOKENS, _BLOCK) * min(
+            plan.num_rows, 8
+        )
+        num_attention = len(s.layers_of(LayerKind.FULL_ATTENTION))
+        num_gdn = len(s.layers_of(LayerKind.GATED_DELTANET))
+        inner = max(2 * (a.q_width + a.kv_width), g.conv_channels + g.value_width)
+        scratch = max(
+            attention.prefill_scratch(self._heads),
+            attention.decode_scratch(self._heads),
+            gdn.gdn_scratch(self._shape),
+        )
+        floats: dict[str, tuple[int, ...]] = {
+            "hidden": (T * s.hidden_size,),
+            "normed": (T * s.hidden_size,),
+            "inner": (T * inner,),
+            "gates": (T * 2 * g.num_v_heads,),
+            "convolved": (T * g.conv_channels,),
+            "mixed": (T * max(a.q_width, g.value_width),),
+            "mlp": (T * s.mlp_width,),
+            "cos": (T * F,),
+            "sin": (T * F,),
+            "logits": (self._logit_rows * s.vocab_size,),
+            "partials": (self._partials * a.q_width,),
+            "stats": (2, self._partials * a.num_q_heads),
+            "scratch": (self._threads, scratch),
+            "state": (num_gdn, plan.num_slots, g.num_v_heads, g.k_head_dim * g.v_head_dim),
+            "history": (num_gdn, plan.num_slots, g.conv_taps - 1, g.conv_channels),
+        }
+        self._buffers = {name: np.zeros(shape, np.float32) for name, shape in floats.items()}
+        page = (num_attention, 2, a.num_kv_heads, PAGE_TOKENS * a.head_dim)
+        self._buffers["kv"] = np.zeros((plan.num_pages, *page), np.uint16)
+        self._buffers["counts"] = np.zeros((plan.num_rows, s.num_token_ids), np.int32)
+        self._sampling = sampling.make_scratch(self._threads, s.num_token_ids)
+        self._compile(plan)
+
+    def _compile(self, plan: MemoryPlan) -> None:
+        """Run each kernel once with the array types of serving; leave no trace."""
+        for phase, T in ((Phase.PREFILL, 64), (Phase.PREFILL, 1), (Phase.DECODE, 1)):
+            self._dummy_forward(phase, min(T, plan.max_columns))
+        for name, buffer in self._buffers.items():
+            if name in ("state", "history"):
+                buffer[:, 0] = 0
+            elif name == "kv":
+                buffer[0] = 0
+            elif name == "counts":
+                buffer[0] = 0
+            else:
+                buffer.fill(0)
+
+    def _dummy_forward(self, phase: Phase, T: int) -> None:
+        zero = np.zeros(1, np.int32)
+        selection = SelectionBatch(
+            columns=zero,
+            rows=zero,
+            temperature=np.ones(1, np.float32),
+            top_k=zero,
+            top_p=np.ones(1, np.float32),
+            min_p=np.zeros(1, np.float32),
+            presence=np.zeros(1, np.float32),
+            frequency=np.zeros(1, np.float32),
+            seeds=np.zeros(1, np.uint64),
+            positions=zero,
+            purposes=zero,
+            forced=zero - 1,
+            bias_indptr=np.zeros(2, np.int32),
+            bias_ids=np.zeros(0, np.int32),
+            bias_values=np.zeros(0, np.float32),
+            num_top=1,
+        )
+        batch = ForwardBatch(
+            phase=phase,
+            token_ids=np.zeros(T, np.int32),
+            positions=np.zeros((3, T), np.int32),
+            row_indptr=np.array([0, T], np.int32),
+            starts=zero,
+            page_table=np.zeros((1, 1), np.int32),
+            state_in=zero,
+            state_out=zero,
+            selection=selection,
+        )
+        hidden = self.embed(batch)
+        for i, kind in enumerate(self._spec.layers):
+            gated = kind is LayerKind.GATED_DELTANET
+            (self.gdn_block if gated else self.attention_block)(hidden, i, batch)
+            self.mlp_block(hidden, i, batch)
+        self.select(hidden, batch)
+
+    def _view(self, name: str, T: int, N: int) -> F32:
+        """The first T rows of N columns of a buffer."""
+        view: F32 = self._buffers[name][: T * N].reshape(T, N)
+        return view
+
+    def _normed(self, hidden: F32, weight: F32) -> F32:
+        x = self._view("normed", *hidden.shape)
+        rms_norm(x, hidden, weight, self._eps)
+        return x
+
+    def embed(self, batch: ForwardBatch) -> F32:
+        """Stage the batch; return the embedding rows of its tokens, [T, C]."""
+        assert self._model is not None
+        set_num_threads(self._threads)
+        T, F = batch.num_columns, self._axes.size
+        cos, sin = self._view("cos", T, F), self._view("sin", T, F)
+        self._staged = stage(batch, cos, sin)
+        rope_table(cos, sin, self._staged.positions, self._axes, self._inv_freq)
+        hidden = self._view("hidden", T, self._spec.hidden_size)
+        embedding_rows(hidden, self._staged.token_ids, self._model.embedding)
+        return hidden
+
+    def attention_block(self, hidden: F32, layer_idx: int, batch: ForwardBatch) -> None:
+        """hidden += attention(norm(hidden)); appends the columns' K and V first."""
+        assert self._model is not None
+        assert self._staged is not None
+        w, heads, T = self._model.layers[layer_idx], self._heads, len(hidden)
+        columns, index = self._staged.columns, self._index[layer_idx]
+        q = self._view("inner", T, w.inner.N)
+        linear(q, self._normed(hidden, w.input_norm), w.inner)
+        out = self._view("mixed", T, self._spec.attention.q_width)
+        kv, scratch = self._buffers["kv"], self._buffers["scratch"]
+        norms = (w.q_norm, w.k_norm)
+        if batch.phase is Phase.PREFILL:
+            items = self._staged.items
+            attention.attention_prefill(
+                out, q, kv, index, *norms, heads, columns, items, scratch, self._eps
+            )
+        else:
+            attention.append_columns(q, kv, index, *norms, heads, columns, self._eps)
+            first = self._staged.first
+            for c0, c1 in self._waves():
+                attention.attention_decode(
+                    out,
+                    q,
+                    kv,
+                    index,
+                    heads,
+                    columns,
+                    c0,
+                    c1,
+                    first,
+                    self._buffers["partials"],
+                    self._buffers["stats"],
+                    scratch,
+                )
+        linear_add(hidden, out, w.output)
+
+    def _waves(self) -> list[tuple[int, int]]:
+        """Runs of columns whose key blocks fit the partials."""
+        assert self._staged is not None
+        first = self._staged.first.tolist()
+        waves, c0 = [], 0
+        for t in range(1, len(first)):
+            if first[t] - first[c0] > self._partials:
+                waves.append((c0, t - 1))
+                c0 = t - 1
+        return [*waves, (c0, len(first) - 1)]
+
+    def gdn_block(self, hidden: F32, layer_idx: int, batch: ForwardBatch) -> None:
+        """hidden += gated_deltanet(norm(hidden)); slots state_in are read, state_out written."""
+        assert self._model is not None
+        assert self._staged is not None
+        w, T, g = self._model.layers[layer_idx], len(hidden), self._spec.gdn
+        assert w.a_b is not None
+        index, rows, b = self._index[layer_idx], self._staged.rows, self._buffers
+        x = self._normed(hidden, w.input_norm)
+        mix, gates = self._view("inner", T, w.inner.N), self._view("gates", T, w.a_b.N)
+        linear(mix, x, w.inner)
+        linear(gates, x, w.a_b)
+        out = self._view("mixed", T, g.value_width)
+        state, history = b["state"][index], b["history"][index]
+        tail = (mix, gates, state, history, rows, w.gdn, self._shape, self._eps, b["scratch"])
+        if batch.phase is Phase.PREFILL:
+            gdn.gdn_prefill(out, self._view("convolved", T, g.conv_channels), *tail)
+        else:
+            gdn.gdn_decode(out, *tail)
+        linear_add(hidden, out, w.output)
+
+    def mlp_block(self, hidden: F32, layer_idx: int, batch: ForwardBatch) -> None:
+        """hidden += down(silu(gate(x)) * up(x)), x = norm(hidden)."""
+        assert self._model is not None
+        w = self._model.layers[layer_idx]
+        inner = self._view("mlp", len(hidden), self._spec.mlp_width)
+        linear_silu_up(inner, self._normed(hidden, w.post_norm), w.gate_up)
+        linear_add(hidden, inner, w.down)
+
+    def select(self, hidden: F32, batch: ForwardBatch) -> Selection:
+        """Final norm, head and selection of the wanted columns; counts the chosen tokens."""
+        assert self._model is not None
+        assert batch.selection is not None
+        wanted, V = batch.selection, self._spec.vocab_size
+        draws, R = stage_draws(wanted), len(wanted.columns)
+        num_top = max(wanted.num_top, 0)
+        chosen = sampling.Chosen(
+            np.zeros(R, np.int32),
+            np.zeros(R, np.float32),
+            np.zeros((R, num_top), np.int32),
+            np.zeros((R, num_top), np.float32),
+            np.zeros(R, np.bool_),
+        )
+        for r0 in range(0, R, self._logit_rows):
+            r1 = min(R, r0 + self._logit_rows)
+            x = self._view("normed", r1 - r0, self._spec.hidden_size)
+            rms_norm(x, hidden[wanted.columns[r0:r1]], self._model.final_norm, self._eps)
+            logits = self._view("logits", r1 - r0, V)
+            linear(logits, x, self._model.head)
+            part = sampling.Chosen(*(array[r0:r1] for array in chosen))
+            counts = self._buffers["counts"]
+            sampling.select_rows(part, logits, slice_draws(draws, r0, r1), counts, self._sampling)
+        sound = chosen.finite
+        np.add.at(self._buffers["counts"], (draws.rows[sound], chosen.token_ids[sound]), 1)
+        return Selection(**chosen._asdict())
+
+    def reset_rows(self, rows: Sequence[int]) -> None:
+        """Zero the token counts of lanes."""
+        self._buffers["counts"][list(rows)] = 0
+
+    def clear_slots(self, slots: Sequence[int]) -> None:
+        """Zero recurrent slots."""
+        for name in ("state", "history"):
+            self._buffers[name][:, list(slots)] = 0
+
+    def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy recurrent slots, (destination, source) each, one after the other."""
+        for target, source in pairs:
+            for name in ("state", "history"):
+                self._buffers[name][:, target] = self._buffers[name][:, source]
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes by use. Weights are mapped, not copied."""
+        sizes = {name: array.nbytes for name, array in self._buffers.items()}
+        fixed = {
+            "weights": self._weight_nbytes,
+            "kv": sizes.pop("kv", 0),
+            "state": sizes.pop("state", 0) + sizes.pop("history", 0),
+            "counts": sizes.pop("counts", 0),
+        }
+        return {**fixed, "workspace": sum(sizes.values())}
+
+    def close(self) -> None:
+        """Drop weights and buffers."""
+        self._model, self._staged = None, None
+        self._buffers = {}

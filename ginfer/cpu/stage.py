@@ -1,0 +1,109 @@
+"""Stages a ForwardBatch for the kernels: tables of fixed type, columns, work items.
+
+Kernels are compiled for writable C-contiguous arrays of the types below; whatever a caller passes
+is copied into such arrays, so that no batch can make Numba compile while serving.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ginfer.batch import Phase
+from ginfer.cpu.attention import DECODE_TILES, QUERIES, TILE, Columns
+from ginfer.cpu.gdn import Rows
+from ginfer.cpu.sampling import Draws
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ginfer.batch import ForwardBatch, SelectionBatch
+
+    I32 = NDArray[np.int32]
+
+
+class Staged(NamedTuple):
+    """A batch as the kernels take it.
+
+    items: [I, 2] prefill work items. first: [T + 1] running number of decode key blocks.
+    """
+
+    token_ids: I32
+    positions: I32
+    columns: Columns
+    rows: Rows
+    items: I32
+    first: I32
+
+
+def _own(array: object, dtype: type) -> np.ndarray:
+    return np.array(array, dtype=dtype, order="C")
+
+
+def _query_items(indptr: I32, tokens: I32) -> I32:
+    """Runs of at most 64 columns of a row, late ones (heavy) alternating with early ones."""
+    items = [
+        (t, min(t + QUERIES, end))
+        for start, end in zip(indptr[:-1].tolist(), indptr[1:].tolist())
+        for t in range(start, end, QUERIES)
+    ]
+    items.sort(key=lambda item: int(tokens[item[0]]))
+    middle = (len(items) + 1) // 2
+    mixed = [*items]
+    mixed[0::2], mixed[1::2] = items[:middle], items[middle:][::-1]
+    return np.array(mixed, np.int32).reshape(-1, 2)
+
+
+def stage(batch: ForwardBatch, cos: np.ndarray, sin: np.ndarray) -> Staged:
+    """Copy the tables of a batch and derive columns and work items. cos, sin: [T, F]."""
+    indptr, starts = _own(batch.row_indptr, np.int32), _own(batch.starts, np.int32)
+    row = np.repeat(np.arange(starts.size, dtype=np.int32), np.diff(indptr))
+    token = np.arange(row.size, dtype=np.int32) + (starts - indptr[:-1])[row]
+    first = np.zeros(row.size + 1, np.int32)
+    items = np.zeros((0, 2), np.int32)
+    if batch.phase is Phase.PREFILL:
+        items = _query_items(indptr, token)
+    else:
+        np.cumsum(token // (DECODE_TILES * TILE) + 1, out=first[1:])
+    return Staged(
+        token_ids=_own(batch.token_ids, np.int32),
+        positions=_own(batch.positions, np.int32),
+        columns=Columns(row, token, _own(batch.page_table, np.int32), cos, sin),
+        rows=Rows(indptr, starts, _own(batch.state_in, np.int32), _own(batch.state_out, np.int32)),
+        items=items,
+        first=first,
+    )
+
+
+def stage_draws(s: SelectionBatch) -> Draws:
+    """Copy a SelectionBatch."""
+    floats = (s.temperature, s.top_p, s.min_p, s.presence, s.frequency)
+    temperature, top_p, min_p, presence, frequency = (_own(v, np.float32) for v in floats)
+    return Draws(
+        rows=_own(s.rows, np.int32),
+        temperature=temperature,
+        top_k=_own(s.top_k, np.int32),
+        top_p=top_p,
+        min_p=min_p,
+        presence=presence,
+        frequency=frequency,
+        seeds=_own(s.seeds, np.uint64),
+        positions=_own(s.positions, np.int32),
+        purposes=_own(s.purposes, np.int32),
+        forced=_own(s.forced, np.int32),
+        bias_indptr=_own(s.bias_indptr, np.int32),
+        bias_ids=_own(s.bias_ids, np.int32),
+        bias_values=_own(s.bias_values, np.float32),
+        mask=np.zeros((0, 0), np.uint32) if s.mask is None else _own(s.mask, np.uint32),
+    )
+
+
+def slice_draws(draws: Draws, r0: int, r1: int) -> Draws:
+    """Rows r0 .. r1 - 1."""
+    whole = {"bias_ids", "bias_values", "bias_indptr"}
+    parts = {
+        name: value if name in whole or not len(value) else value[r0:r1]
+        for name, value in draws._asdict().items()
+    }
+    return Draws(**{**parts, "bias_indptr": draws.bias_indptr[r0 : r1 + 1]})
