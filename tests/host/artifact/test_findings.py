@@ -2,10 +2,12 @@
 
 import copy
 import os
+import re
 import struct
 
 import pytest
 
+from ginfer import errors
 from ginfer.artifact import Package, diff_inventory, verify_digests
 from ginfer.artifact import findings as f
 from ginfer.errors import ArtifactError
@@ -321,6 +323,8 @@ def test_every_class_of_finding_is_produced_here(good, tmp_path):
         seen |= {type(x) for x in diff_inventory(package, {}, ["frontend/x", "ids"])}
     binding_in_test_package = {f.ShapeMismatch, f.StorageMismatch}
     assert set(f.Finding.__subclasses__()) == seen | binding_in_test_package
+    drawn = set(re.findall(r"\w+", errors.__doc__))
+    assert {kind.__name__ for kind in f.Finding.__subclasses__()} <= drawn
     codes = [kind.code for kind in f.Finding.__subclasses__()]
     assert len(set(codes)) == len(codes)
 
