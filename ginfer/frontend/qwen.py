@@ -1,7 +1,6 @@
-"""Frontend of the Qwen3.8 family: prompts, stop set, presets; its output side is in `channels` and
-`output`.
+"""Frontend of the Qwen3.8 family: prompts, stop set, presets.
 
-Decisions where the template refuses or leaves room:
+Its output side is in `channels` and `output`. Decisions where the template refuses or leaves room:
 - A leading developer message is the system message. Every other system or developer message is
   rendered in place as one more system block; one without text renders nothing.
 - Control tokens (`<|im_start|>`, ..) spelled in messages, reasoning, calls, results or schemas are

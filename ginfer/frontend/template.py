@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_NBYTES = 1 << 20
 
 
-_to_json = json.JSONEncoder(ensure_ascii=False).encode
+_ENCODER = json.JSONEncoder(ensure_ascii=False)
 _DICT_ATTRIBUTES = frozenset(dir(dict))
 _SAFE = {
     str: frozenset(n for n in dir(str) if n[0] != "_" and not n.startswith("format")),
@@ -51,7 +51,7 @@ class ChatTemplate:
         if len(source) > MAX_NBYTES:
             raise ArtifactError(f"the chat template has {len(source)} bytes; legal: {MAX_NBYTES}")
         environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = lambda value: escape(_to_json(value))
+        environment.filters["tojson"] = lambda value, **options: escape(_to_json(value, **options))
         environment.globals["raise_exception"] = _raise_exception
         try:
             self._template = environment.from_string(source.decode())
@@ -68,6 +68,12 @@ class ChatTemplate:
         except Exception as error:  # the template is the package's code: anything may come out
             message = f"the chat template cannot render the conversation: {error}"
             raise RequestError(message, param="messages") from None
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    if options:  # templates may give those of json.dumps
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+    return _ENCODER.encode(value)
 
 
 def _raise_exception(message: str) -> NoReturn:

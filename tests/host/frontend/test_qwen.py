@@ -300,6 +300,14 @@ def test_missing_or_unusable_resource_is_named() -> None:
         open_frontend("gpt", {})
 
 
+def test_template_can_print_json_in_every_form() -> None:
+    source = "{{ x | tojson }} {{ x | tojson(ensure_ascii=True) }}\n{{ x | tojson(indent=1) }}"
+    text = ChatTemplate(source.encode(), escape=str.upper).render(x={"b": ["é"], "a": 1})
+    assert text == (
+        '{"B": ["É"], "A": 1} {"B": ["\\U00E9"], "A": 1}\n{\n "B": [\n  "É"\n ],\n "A": 1\n}'
+    )
+
+
 @pytest.mark.parametrize(
     "source",
     [
