@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -24,9 +25,10 @@ DEMO_PACKAGE = Path(__file__).parents[1] / "appliance/demo/qwen3.8-demo-groupwis
 _ids = count()
 
 
-def open_demo(**options: Any) -> Engine:
+def open_demo(clock: Callable[[], float] = time.monotonic, **options: Any) -> Engine:
     """An engine on the CPU image with two threads."""
-    return Engine.open(EngineConfig(package=DEMO_PACKAGE, backend="cpu", threads=2, **options))
+    config = EngineConfig(package=DEMO_PACKAGE, backend="cpu", threads=2, **options)
+    return Engine.open(config, clock=clock)
 
 
 def ids_prompt(ids: Any, **fields: Any) -> PreparedPrompt:
@@ -58,7 +60,7 @@ class Run:
     """A submitted request: its events as they come, put together."""
 
     request: Request
-    on_event: Callable[[Event], None] | None = None
+    on_event: Callable[[Run, Event], None] | None = None
     events: list[Event] = field(default_factory=list)
     _end: SimpleQueue[Finished | Failed] = field(default_factory=SimpleQueue)
 
@@ -66,7 +68,7 @@ class Run:
         """The sink."""
         self.events.append(event)
         if self.on_event is not None:
-            self.on_event(event)
+            self.on_event(self, event)
         if isinstance(event, Finished | Failed):
             self._end.put(event)
 
@@ -104,7 +106,7 @@ class Run:
 
 
 def submit(engine: Engine, request: Request, on_event: Any = None) -> Run:
-    """Submit a request."""
+    """Submit a request; `on_event(run, event)` is called in the loop thread."""
     run = Run(request, on_event)
     engine.submit(request, run)
     return run

@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One model, loaded and serving.
+    """One model, loaded and serving. `failed` says why it cannot serve any more; `on_failure` is
+    called with it, in the loop thread.
 
     `submit` and the other methods may be called from any thread; sinks are called from the loop
     thread and must be quick. A context manager.
@@ -53,13 +54,12 @@ class Engine:
         spec: ModelSpec,
         frontend: Frontend,
         backend: Backend,
-        clock: Callable[[], float] = time.monotonic,
-        on_failure: Callable[[GInferError], None] | None = None,
+        clock: Callable[[], float],
     ) -> None:
         self.info = info
         self.frontend = frontend
         self.failed: GInferError | None = None
-        self.on_failure = on_failure
+        self.on_failure: Callable[[GInferError], None] = lambda error: None
         self._config, self._capacity, self._spec = config, capacity, spec
         self._backend, self._clock = backend, clock
         self._loop = RoundLoop(
@@ -79,10 +79,17 @@ class Engine:
         self._thread.start()
 
     @classmethod
-    def open(cls, config: EngineConfig, progress: Progress | None = None) -> Self:
+    def open(
+        cls,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> Self:
         """Load a package and be ready to serve: check, load, allocate, prepare every kernel.
 
         progress: called with a stage (verify, load, prepare), the amount done and the total.
+        clock: seconds, for timeouts and timings.
         Raises ArtifactError with every defect of the package, ConfigError naming an option.
         """
         report: Progress = progress or (lambda stage, done, total: None)
@@ -114,6 +121,7 @@ class Engine:
             spec=spec,
             frontend=frontend,
             backend=backend,
+            clock=clock,
         )
 
     def submit(self, request: Request, sink: Callable[[Event], None]) -> None:
@@ -249,10 +257,9 @@ class Engine:
             self._break(UnavailableError(f"the engine failed: {error!r}"))
 
     def _sleep(self) -> None:
+        """Wait for a command. Whatever waits in the loop keeps it busy: no deadline is missed."""
         with self._changed:
-            deadline = self._loop.deadline
-            timeout = None if deadline is None else max(deadline - self._clock(), 0)
-            self._changed.wait_for(lambda: self._inbox or self._closing, timeout)
+            self._changed.wait_for(lambda: self._inbox or self._closing)
 
     def _break(self, error: GInferError) -> None:
         """The backend is lost: fail every request, refuse new ones, tell the supervisor."""
@@ -267,5 +274,4 @@ class Engine:
                 job.sink(Failed(request_id=job.request.request_id, error=error))
             except Exception:
                 log.exception("the sink of request %s refuses its end", job.request.request_id)
-        if self.on_failure is not None:
-            self.on_failure(error)
+        self.on_failure(error)

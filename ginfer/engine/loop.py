@@ -115,11 +115,6 @@ class RoundLoop:
                 self.stats.cancel_to_free_s.observe(self._clock() - since)
                 return
 
-    @property
-    def deadline(self) -> float | None:
-        """When the oldest waiting request times out."""
-        return self._waiting[0].submitted + self._timeout_s if self._waiting else None
-
     def expire(self) -> None:
         """Fail the requests that have waited too long."""
         now = self._clock()

@@ -73,10 +73,10 @@ class Output:
             return self.end(
                 Ending(reason=FinishReason.STOP_TOKEN, stop=text, stop_token_id=token_id)
             )
-        pieces: Iterable[tuple[Channel, str]] = self._decoder.feed(token_id)
+        pieces = self._decoder.feed(token_id)
         if self._closing:
             self._closing.popleft()
-            pieces = [piece for piece in pieces if piece[0] is not Channel.REASONING]
+            pieces = self._hide(token_id, pieces)
         self._take(pieces)
         if self.ending is None and self.completion_tokens == self._limit:
             self._flush(Ending(reason=self._limit_reason))
@@ -97,6 +97,14 @@ class Output:
             return
         if self._decoder.channel is Channel.REASONING:
             self._closing.extend(self._frontend.reasoning_close_ids)
+
+    def _hide(self, token_id: int, pieces: list[tuple[Channel, str]]) -> list[tuple[Channel, str]]:
+        """Take a forced token's own text out of the reasoning; what was held back stays."""
+        text = self._frontend.token_text(token_id)
+        return [
+            (channel, piece.removesuffix(text) if channel is Channel.REASONING else piece)
+            for channel, piece in pieces
+        ]
 
     def _take(self, pieces: Iterable[tuple[Channel, str]]) -> None:
         """Pass the text of one token through the stop matchers of its channels."""

@@ -1,0 +1,72 @@
+"""Faults of the backend: a bad value costs its request, a lost backend the running requests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ginfer.engine.request import Delta, Failed
+from ginfer.errors import InternalError, UnavailableError
+from tests.engines import complete, make_request, open_demo, random_prompt, submit
+
+
+@pytest.fixture
+def engine():
+    with open_demo(max_context=512, max_concurrency=3) as engine:
+        yield engine
+
+
+def test_a_logit_that_is_not_finite_fails_its_row_alone(engine, monkeypatch):
+    rng = np.random.default_rng(0)
+    prompts = [random_prompt(rng, 50) for _ in range(2)]
+    alone = complete(engine, prompts[0], 20, ignore_eos=True).ids
+    select = engine._backend.select
+
+    def poisoned(hidden, batch):
+        selection = select(hidden, batch)
+        finite = selection.finite.copy()
+        finite[(batch.selection.rows == 1) & (batch.selection.positions == 55)] = False
+        return dataclasses.replace(selection, finite=finite)
+
+    monkeypatch.setattr(engine._backend, "select", poisoned)
+    good = submit(engine, make_request(prompts[0], 20, ignore_eos=True))
+    bad = submit(engine, make_request(prompts[1], 20, ignore_eos=True))
+    with pytest.raises(InternalError) as caught:
+        bad.wait()
+    assert caught.value.code == "nonfinite_logits"
+    assert len(bad.ids) == 5
+    assert good.wait().ids == alone
+    engine.check_integrity()
+    stats = engine.stats()
+    assert stats["failed"] == {"nonfinite_logits": 1}
+    assert stats["kept_prefixes"] == 1, "a history with a bad value must not be reused"
+
+
+def test_a_lost_backend_fails_what_runs_and_refuses_the_rest(engine, monkeypatch):
+    rng = np.random.default_rng(1)
+    lost = []
+    engine.on_failure = lost.append
+
+    def fault(hidden, batch):
+        raise RuntimeError("device lost")
+
+    def pull_the_plug(run, event):
+        if isinstance(event, Delta) and len(run.ids) == 3:
+            monkeypatch.setattr(engine._backend, "select", fault)
+
+    runs = []
+    for i in range(5):
+        request = make_request(random_prompt(rng, 50), 100, ignore_eos=True)
+        runs.append(submit(engine, request, pull_the_plug if i == 0 else None))
+    for run in runs:
+        with pytest.raises(UnavailableError, match="device lost"):
+            run.wait()
+        assert isinstance(run.events[-1], Failed)
+    assert engine.failed is not None
+    assert lost == [engine.failed]
+    with pytest.raises(UnavailableError, match="device lost"):
+        complete(engine, random_prompt(rng, 10))
+    assert engine.stats()["failed"] == {"service_unavailable": 5}
+    assert engine.drain(1)
