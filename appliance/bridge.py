@@ -124,6 +124,7 @@ class EngineBridge:
         """Stop the engine process; running requests end with Failed."""
         self._set_state(EnginePhase.STOPPED, "the server is stopping")
         self._settled.set()
+        self._fail_running(self._state.reason)
         if self._supervisor is not None:
             self._supervisor.cancel()
             with suppress(asyncio.CancelledError):

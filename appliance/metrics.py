@@ -55,6 +55,10 @@ def render_engine(stats: Mapping[str, Any]) -> Iterator[str]:
         name = f"{base}_seconds" if key.endswith(SECONDS) else base
         if isinstance(value, dict) and "bounds" in value:
             yield from _histogram(name, value)
+        elif key == "memory":
+            yield f"# TYPE {name}_bytes gauge"
+            for use, nbytes in value.items():
+                yield f"{name}_bytes{_labels({'use': use})} {nbytes}"
         elif isinstance(value, dict):
             yield f"# TYPE {name}_total counter"
             for kind, count in sorted(value.items()):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from appliance.app import create_app
 from appliance.bridge import EngineBridge
 from ginfer.errors import ConfigError
+from ginfer.sizes import KIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from appliance.config import ApplianceConfig
 
 BACKLOG = 256
+SEND_BUFFER_NBYTES = 256 * KIB  # what a slow reader leaves unread merges here, not in the kernel
 SWITCH_INTERVAL_S = 0.0005  # preparing threads give way to the event loop within this time
 FAREWELL_S = 5.0  # for the last events of requests that the drain cut off
 
@@ -110,6 +112,7 @@ def _bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}: {error.strerror}", param="host") from None
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_NBYTES)
         sock.bind(address)
         sock.listen(BACKLOG)
     except OSError as error:

@@ -46,7 +46,9 @@ async def read_body(request: Request[Any, Any], config: ApplianceConfig, place: 
 async def _refuse(stream: Any, config: ApplianceConfig) -> None:
     """Raise HttpError 413, after letting the client finish: one that still writes would see its
     connection reset instead of the answer."""
-    if not stream.expecting_continue:
+    if stream.expecting_continue:  # it asked before sending: the answer is no
+        stream.expecting_continue = False
+    else:
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 async for _ in stream:

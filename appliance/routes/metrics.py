@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ async def metrics(request: Request[App, Any]) -> HTTPResponse:
     """The server's counters always, the engine's while it is ready."""
     context = request.app.ctx
     lines = [*number("ginfer_ready", context.unready_reason is None, GAUGE)]
+    lines += number("ginfer_tasks", len(asyncio.all_tasks()), GAUGE)
     lines += context.http_stats.render()
     with suppress(UnavailableError):  # ginfer_ready says so
         lines += render_engine(await context.client.stats())

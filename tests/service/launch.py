@@ -1,0 +1,27 @@
+"""Run a server with any configuration: python -m tests.service.launch '{"engine": {}, ...}'."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from appliance.config import ApplianceConfig
+from appliance.server import serve
+from ginfer.config import EngineConfig
+
+PACKAGE = Path(__file__).parents[2] / "appliance/demo/qwen3.8-demo-groupwise-int.ginfer"
+
+
+def main(text: str) -> None:
+    """Serve the demo package with the options of a JSON object."""
+    options: dict[str, Any] = orjson.loads(text)
+    engine = EngineConfig(**{"package": PACKAGE, "max_context": 8192} | options.pop("engine", {}))
+    options["api_keys"] = tuple(options.pop("api_keys", ()))
+    serve(ApplianceConfig(engine=engine, port=0, **options))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
