@@ -1,8 +1,8 @@
 """Both images offer exactly the Backend protocol: same methods, same parameters, same kinds."""
 
 import importlib
-import importlib.util
 import inspect
+from importlib.util import find_spec
 
 import pytest
 
@@ -15,7 +15,7 @@ def methods(cls):
     return {n: f for n, f in vars(cls).items() if inspect.isfunction(f) and not n.startswith("_")}
 
 
-@pytest.mark.parametrize("image", [i for i in BACKENDS if importlib.util.find_spec(f"ginfer.{i}")])
+@pytest.mark.parametrize("image", [i for i in BACKENDS if find_spec(f"ginfer.{i}.backend")])
 def test_image_has_the_protocol_signatures(image):
     cls = getattr(importlib.import_module(f"ginfer.{image}.backend"), BACKENDS[image])
     for name, expected in methods(Backend).items():
