@@ -4,10 +4,12 @@ Legend: T columns (tokens), N outputs, K inputs, I = N / 2 for the fused gate_up
 64 rows of W over all K, half a row of tiles.
 
 The order of a sum is one for every T, thread count and entry point. K is cut into slices of 64
-(W8G32_F16S: 32, its scale group). A slice starts at zero and takes its terms in ascending k,
-p = fma(code, x, p); slices are added in ascending order, acc = fma(scale, p, acc), with scale 1
-for BF16. Padding is never part of a sum. A task is a unit times a chunk of columns: it unpacks a
-half tile to its stack and runs the columns over it, so a weight is unpacked once per chunk.
+(W8G32_F16S: 32, its scale group). A slice starts at zero and takes its terms in the fragment order
+of `simd`, p = fma(code, x, p); slices are added in ascending order, acc = fma(scale, p, acc), with
+scale 1 for BF16. Where K ends inside a tile, zeros stand for x.
+
+A task is a unit times a chunk of columns. It unpacks a half tile to its stack and runs the columns
+over it, so that a weight is unpacked once per chunk; a single column is multiplied in registers.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ _ROW_NBYTES = 4 * ROWS
 
 _slice_scratch = simd.scratch(64 * _ROW_NBYTES)
 _scale_scratch = simd.scratch(2 * _ROW_NBYTES)
+_tail_scratch = simd.scratch(CHUNK * 256)
 _sum_scratch = simd.scratch(CHUNK * _ROW_NBYTES)
 
 
@@ -71,34 +74,56 @@ def prepare(tensor: PackedTensor) -> LinearWeight:
 
 
 @njit(nogil=True, cache=True)
-def _unpack(w, scale, tile, kind, first):
-    """Codes and scales of row tiles first..first + 3 of a tile to w [64][ROWS], scale [2][ROWS]."""
+def _scales(scale, tile, kind, first):
+    """Scales of row tiles first..first + 3 of a tile to scale [slices of the tile][ROWS]."""
     for r in range(simd.ROW_TILES):
-        source, lanes = first + r, 64 * r
+        target, source = scale + 64 * r, first + r
+        if kind == _W8:
+            simd.w8_scales_f16(tile + 8192 + 64 * source, target)
+            simd.w8_scales_f16(tile + 8224 + 64 * source, target + _ROW_NBYTES)
+        elif kind == _Q4:
+            simd.q4_scales_f16(tile + 4096 + 32 * source, target)
+        elif kind == _Q4_BF16S:
+            simd.q4_scales_bf16(tile + 4096 + 32 * source, target)
+        else:
+            simd.one_rows(target)
+
+
+@njit(nogil=True, cache=True)
+def _dot(acc, scale, x, tile, kind, first):
+    """acc [ROWS] += one column over the slices of a tile."""
+    for r in range(0, simd.ROW_TILES, 2):
+        rows, lanes = first + r, 64 * r
+        if kind == _W8:
+            codes = tile + 1024 * rows
+            simd.dot_pair_w8(acc + lanes, codes, scale + lanes, x)
+            simd.dot_pair_w8(acc + lanes, codes + 512, scale + lanes + _ROW_NBYTES, x + 128)
+        elif kind == _BF16:
+            simd.dot_pair_bf16(acc + lanes, tile + 2048 * rows, scale + lanes, x)
+        else:
+            simd.dot_pair_q4(acc + lanes, tile + 512 * rows, scale + lanes, x)
+
+
+@njit(nogil=True, cache=True)
+def _unpack(w, tile, kind, first):
+    """Codes of row tiles first..first + 3 of a tile to w [64][ROWS]."""
+    for r in range(simd.ROW_TILES):
+        source, target = first + r, w + 64 * r
         if kind == _W8:
             for step in range(4):
-                simd.unpack_w8(
-                    tile + 1024 * source + 256 * step, w + lanes + 16 * step * _ROW_NBYTES
-                )
-            simd.w8_scales_f16(tile + 8192 + 64 * source, scale + lanes)
-            simd.w8_scales_f16(tile + 8192 + 64 * source + 32, scale + lanes + _ROW_NBYTES)
+                codes = tile + 1024 * source + 256 * step
+                simd.unpack_w8(codes, target + 16 * step * _ROW_NBYTES)
         elif kind == _BF16:
             for step in range(4):
-                simd.unpack_bf16(
-                    tile + 2048 * source + 512 * step, w + lanes + 16 * step * _ROW_NBYTES
-                )
-            simd.one_rows(scale + lanes)
+                codes = tile + 2048 * source + 512 * step
+                simd.unpack_bf16(codes, target + 16 * step * _ROW_NBYTES)
         else:
-            simd.unpack_q4(tile + 512 * source, w + lanes)
-            if kind == _Q4:
-                simd.q4_scales_f16(tile + 4096 + 32 * source, scale + lanes)
-            else:
-                simd.q4_scales_bf16(tile + 4096 + 32 * source, scale + lanes)
+            simd.unpack_q4(tile + 512 * source, target)
 
 
 @njit(nogil=True, cache=True)
 def _fma_columns(acc, w, scale, x, x_stride, T, count):
-    """acc[t] += scale * (w x[t]) over one slice, for T columns in blocks of 6, 4, 2, 1."""
+    """acc[t] += T columns over one slice of 4 * count of K, in blocks of 6, 4, 2, 1 columns."""
     t = 0
     while T - t >= 6:
         simd.fma_block_6(acc + t * _ROW_NBYTES, w, scale, x + t * x_stride, x_stride, count)
@@ -111,6 +136,17 @@ def _fma_columns(acc, w, scale, x, x_stride, T, count):
         t += 2
     if T - t >= 1:
         simd.fma_block_1(acc + t * _ROW_NBYTES, w, scale, x + t * x_stride, x_stride, count)
+
+
+@njit(nogil=True, cache=True)
+def _pad(padded, x, x_stride, T, count):
+    """padded [T][64] = x [T][count], then zeros."""
+    for t in range(T):
+        row = padded + 256 * t
+        for i in range(0, 256, 64):
+            simd.zero_rows(row + i)
+        for k in range(count):
+            simd.store_row(row + 4 * k, x + t * x_stride + 4 * k)
 
 
 @njit(nogil=True, cache=True)
@@ -143,15 +179,25 @@ def linear_unit(y, y_stride, x, x_stride, T, address, kind, stride, N, K, mode, 
     w, scale, acc = _slice_scratch(), _scale_scratch(), _sum_scratch()
     for i in range(T * simd.ROW_TILES):
         simd.zero_rows(acc + 64 * i)
-    size, tiles = 32 if kind == _W8 else 64, (K + 63) // 64
+    tiles, half = (K + 63) // 64, unit % 2 * simd.ROW_TILES
     tile = address + unit // 2 * tiles * stride
-    for first in range(0, K, 64):
-        _unpack(w, scale, tile, kind, unit % 2 * 4)
+    for k in range(0, K, 64):
+        column, column_stride = x + 4 * k, x_stride
+        if K - k < 64:
+            column, column_stride = _tail_scratch(), 256
+            _pad(column, x + 4 * k, x_stride, T, K - k)
+        _scales(scale, tile, kind, half)
+        if T == 1:
+            _dot(acc, scale, column, tile, kind, half)
+        else:
+            _unpack(w, tile, kind, half)
+            if kind == _W8:
+                _fma_columns(acc, w, scale, column, column_stride, T, 8)
+                w2, scale2 = w + 32 * _ROW_NBYTES, scale + _ROW_NBYTES
+                _fma_columns(acc, w2, scale2, column + 128, column_stride, T, 8)
+            else:
+                _fma_columns(acc, w, scale, column, column_stride, T, 16)
         tile += stride
-        for k in range(0, min(64, K - first), size):
-            count = min(size, K - first - k)
-            part, column = k // size * _ROW_NBYTES, x + 4 * (first + k)
-            _fma_columns(acc, w + k * _ROW_NBYTES, scale + part, column, x_stride, T, count)
     rows = min(ROWS, N - unit * ROWS)
     first = unit * _ROW_NBYTES // (2 if mode == SILU_UP else 1)
     _finish(y + first, y_stride, acc, T, rows, mode)

@@ -4,7 +4,10 @@ Every function takes int64 arguments (addresses are in bytes) and is inlined int
 The IR is generic: LLVM lowers it to what the host has. Sums are explicit chains of explicit fma,
 so no choice made here (registers per block, vector width) changes a bit of a result.
 
-An unpacked slice is [k][ROWS] float32: per k one vector for each row tile of 16 rows.
+Columns of K are visited in fragment order: the k16 steps of a tile in turn, in each of them t =
+0..3, of each t the columns 2t, 2t + 1, 2t + 8, 2t + 9. A sum of a slice is p = fma(w, x, p) in that
+order from zero; then acc = fma(scale, p, acc). An unpacked slice is [column][ROWS] float32 in that
+order: per column one vector for each row tile of 16 rows.
 """
 
 from __future__ import annotations
@@ -18,12 +21,16 @@ from numba.core import cgutils
 from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
+from ginfer.formats import TILE_NBYTES
+
 ROW_TILES = 4  # row tiles of a unit
 ROWS = 16 * ROW_TILES
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VI, _VF = ir.VectorType(_I32, 16), ir.VectorType(_F32, 16)
+_I8P = ir.IntType(8).as_pointer()
 _VH = ir.VectorType(ir.IntType(16), 16)
+_FRAGMENT_COLUMNS = [2 * t + i for t in range(4) for i in (0, 1, 8, 9)]
 _MAGIC = 0x4B000000  # bits of 2^23: an integer ored into its low bits is added to it
 _FEATURES = getattr(config, "CPU_FEATURES", None) or get_host_cpu_features()
 _ACCUMULATORS = 24 if "+avx512f" in _FEATURES else 6  # vectors of 16 lanes held in registers
@@ -77,6 +84,14 @@ def _fma(b, x, y, z):
     return b.call(cgutils.get_or_insert_function(b.module, kind, "llvm.fma.v16f32"), (x, y, z))
 
 
+def _prefetch(b, address, nbytes):
+    kind = ir.FunctionType(ir.VoidType(), (_I8P, _I32, _I32, _I32))
+    function = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0")
+    for offset in range(0, nbytes, 64):
+        at = b.inttoptr(b.add(address, _I64(offset)), _I8P)
+        b.call(function, (at, _I32(0), _I32(3), _I32(1)))
+
+
 def _loop(b, count, carried, body):
     """for i in range(count): carried = body(i, carried); count > 0; returns the last `carried`."""
     before, block = b.block, b.append_basic_block("k")
@@ -115,10 +130,9 @@ def _words_by_column(b, v):
     return halves
 
 
-@_emitted
-def unpack_q4(b, source, target):
-    """Codes - 8 of a row tile, 512 B at source; rows 8..15 are 16 times too large, which their
-    scale takes back (their nibbles stay where they are)."""
+def _q4_columns(b, source):
+    """Codes - 8 of a row tile, 512 B at source. Rows 8..15 are 16 times too large, which their
+    scale takes back: their nibbles stay where they are."""
     low, high = _words_by_column(b, [_load(b, source, 64 * g, _VI) for g in range(8)])
     mask, magic = _ints(*[0xF] * 8, *[0xF0] * 8), _ints(_MAGIC)
     zero = _floats(*[2.0**23 + 8] * 8, *[2.0**23 + 128] * 8)
@@ -126,63 +140,114 @@ def unpack_q4(b, source, target):
         for t in range(4):
             lanes = [*range(4 * t, 4 * t + 4), *range(16 + 4 * t, 20 + 4 * t)] * 2
             words = _shuffle(b, low[j], high[j], lanes)
-            for column, shift in ((0, 0), (1, 16), (8, 8), (9, 24)):
+            for shift in (0, 16, 8, 24):
                 nibble = b.and_(b.lshr(words, _ints(shift)), mask)
-                value = b.fsub(b.bitcast(b.or_(nibble, magic), _VF), zero)
-                _store(b, value, target, (16 * j + 2 * t + column) * 4 * ROWS)
+                yield b.fsub(b.bitcast(b.or_(nibble, magic), _VF), zero)
 
 
-@_emitted
-def unpack_bf16(b, source, target):
-    """A k16 step of a row tile, 512 B at source, to 16 columns."""
-    halves = _words_by_column(b, [_load(b, source, 64 * g, _VI) for g in range(8)])
-    for h in range(2):
-        for t in range(4):
-            lanes = [*range(4 * t, 4 * t + 4), *range(16 + 4 * t, 20 + 4 * t)]
-            first, second = (
-                _shuffle(b, halves[0][q], halves[1][q], lanes) for q in (2 * h, 2 * h + 1)
-            )
+def _bf16_columns(b, source):
+    """A k16 step of a row tile, 512 B at source."""
+    low, high = _words_by_column(b, [_load(b, source, 64 * g, _VI) for g in range(8)])
+    for t in range(4):
+        lanes = [*range(4 * t, 4 * t + 4), *range(16 + 4 * t, 20 + 4 * t)]
+        for q in (0, 2):
+            first, second = (_shuffle(b, low[i], high[i], lanes) for i in (q, q + 1))
             words = _shuffle(b, first, second, list(range(16)))
-            for e, value in enumerate((b.shl(words, _ints(16)), b.and_(words, _ints(0xFFFF0000)))):
-                _store(b, b.bitcast(value, _VF), target, (2 * t + 8 * h + e) * 4 * ROWS)
+            yield b.bitcast(b.shl(words, _ints(16)), _VF)
+            yield b.bitcast(b.and_(words, _ints(0xFFFF0000)), _VF)
 
 
-@_emitted
-def unpack_w8(b, source, target):
-    """A k16 step of a row tile, 256 B at source, to 16 columns."""
+def _w8_columns(b, source):
+    """A k16 step of a row tile, 256 B at source."""
     v = [_load(b, source, 64 * m, _VI) for m in range(4)]  # v[m]: words 8 (g % 2) + 2 t + h
     for quarter in range(2):
         lanes = [4 * quarter + i + g for i in range(4) for g in (0, 8, 16, 24)]
         low, high = _shuffle(b, v[0], v[1], lanes), _shuffle(b, v[2], v[3], lanes)
         for i in range(4):
-            t, h = divmod(4 * quarter + i, 2)
             lanes8 = [*range(4 * i, 4 * i + 4), *range(16 + 4 * i, 20 + 4 * i)] * 2
             words = _shuffle(b, low, high, lanes8)
-            for e, shifts in enumerate(((24, 8), (16, 0))):
+            for shifts in ((24, 8), (16, 0)):
                 left = _ints(*[shifts[0]] * 8, *[shifts[1]] * 8)
-                value = b.ashr(b.shl(words, left), _ints(24))
-                _store(b, b.sitofp(value, _VF), target, (2 * t + 8 * h + e) * 4 * ROWS)
+                yield b.sitofp(b.ashr(b.shl(words, left), _ints(24)), _VF)
+
+
+def _unpack(columns, nbytes, ahead):
+    """Vectors of a row tile (or a k16 step of it) to an unpacked slice.
+
+    target: its lanes of the first column. `nbytes` at source are read, those `ahead` prefetched.
+    """
+
+    @_emitted
+    def unpack(b, source, target):
+        _prefetch(b, b.add(source, _I64(ahead)), nbytes)
+        for i, value in enumerate(columns(b, source)):
+            _store(b, value, target, i * 4 * ROWS)
+
+    return unpack
+
+
+unpack_q4 = _unpack(_q4_columns, 512, TILE_NBYTES["Q4G64_F16S"])
+unpack_bf16 = _unpack(_bf16_columns, 512, TILE_NBYTES["BF16"])
+unpack_w8 = _unpack(_w8_columns, 256, TILE_NBYTES["W8G32_F16S"])
+
+
+def _dot_pair(columns, steps, step_nbytes, tile_nbytes, ahead):
+    """acc += scale * sum of a slice, for two row tiles and one column, nothing unpacked to memory.
+
+    acc, scale: [2][16]; source: codes of the first row tile; x: the column's part of the slice.
+    `columns` yields the vectors of one of `steps` parts of the slice; the same codes of the tile
+    `ahead` bytes on are prefetched.
+    """
+
+    @_emitted
+    def dot_pair(b, acc, source, scale, x):
+        def step(i, p):
+            code = b.add(source, b.mul(i, _I64(step_nbytes)))
+            x_step, p = b.add(x, b.mul(i, _I64(64))), list(p)
+            for row_tile in (0, tile_nbytes):
+                _prefetch(b, b.add(code, _I64(row_tile + ahead)), step_nbytes)
+            pair = zip(columns(b, code), columns(b, b.add(code, _I64(tile_nbytes))))
+            for n, values in enumerate(pair):
+                k = _FRAGMENT_COLUMNS[n % 16] + n // 16 * 16
+                value = _splat(b, _load(b, x_step, 4 * k, _F32))
+                p = [_fma(b, v, value, q) for v, q in zip(values, p)]
+            return p
+
+        p = [_floats(0.0)] * 2
+        p = step(_I64(0), p) if steps == 1 else _loop(b, _I64(steps), p, step)
+        for r in range(2):
+            total = _fma(b, _load(b, scale, 64 * r), p[r], _load(b, acc, 64 * r))
+            _store(b, total, acc, 64 * r)
+
+    return dot_pair
+
+
+dot_pair_q4 = _dot_pair(_q4_columns, 1, 512, 512, TILE_NBYTES["Q4G64_F16S"])
+dot_pair_bf16 = _dot_pair(_bf16_columns, 4, 512, 2048, TILE_NBYTES["BF16"])
+dot_pair_w8 = _dot_pair(_w8_columns, 2, 256, 1024, TILE_NBYTES["W8G32_F16S"])
+
+
+def _f16_to_f32(b, half):
+    """16 halves as zero-extended integers to float32, exact; without float32 subnormals on the way,
+    which are slow. Infinities and NaN are not expected."""
+    magnitude = b.and_(half, _ints(0x7FFF))
+    normal = b.bitcast(b.add(b.shl(magnitude, _ints(13)), _ints(112 << 23)), _VF)
+    subnormal = b.fmul(b.sitofp(magnitude, _VF), _floats(2.0**-24))
+    value = b.select(b.icmp_unsigned("<", magnitude, _ints(0x400)), subnormal, normal)
+    sign = b.shl(b.and_(half, _ints(0x8000)), _ints(16))
+    return b.bitcast(b.or_(b.bitcast(value, _VI), sign), _VF)
 
 
 def _scales(f16, second):
-    """Scales of a row tile, 32 B at source, pairs (row g, row g + 8), to a vector of 16 rows.
-
-    `second` multiplies those of rows 8..15. F16 bits moved to their float32 place are too small
-    by 2^112, subnormals included.
-    """
+    """Scales of a row tile, 32 B at source, pairs (row g, row g + 8), to a vector of 16 rows;
+    `second` multiplies those of rows 8..15."""
 
     @_emitted
     def scales(b, source, target):
         pairs = _load(b, source, 0, _VH)
         bits = b.zext(_shuffle(b, pairs, pairs, [*range(0, 16, 2), *range(1, 16, 2)]), _VI)
-        if f16:
-            sign = b.shl(b.and_(bits, _ints(0x8000)), _ints(16))
-            bits = b.or_(sign, b.shl(b.and_(bits, _ints(0x7FFF)), _ints(13)))
-        else:
-            bits = b.shl(bits, _ints(16))
-        factor = 2.0**112 if f16 else 1.0
-        factors = _floats(*[factor] * 8, *[factor * second] * 8)
-        _store(b, b.fmul(b.bitcast(bits, _VF), factors), target)
+        values = _f16_to_f32(b, bits) if f16 else b.bitcast(b.shl(bits, _ints(16)), _VF)
+        _store(b, b.fmul(values, _floats(*[1.0] * 8, *[second] * 8)), target)
 
     return scales
 
@@ -195,8 +260,8 @@ w8_scales_f16 = _scales(True, 1.0)
 def _fma_block(columns):
     """acc[c] += scale * sum of a slice, for one unit of rows and a fixed number of columns.
 
-    acc: [columns][ROWS]; w: unpacked slice; scale: [ROWS]; x: [columns] rows of `count` float32,
-    x_stride bytes apart. p = fma(w, x, p) in ascending k from zero, then acc = fma(scale, p, acc).
+    acc: [columns][ROWS]; w: unpacked slice of 4 * count; scale: [ROWS]; x: [columns] rows of the
+    slice, x_stride bytes apart.
     """
 
     @_emitted
@@ -206,14 +271,17 @@ def _fma_block(columns):
         for first in range(0, ROW_TILES, height):
             offsets = [64 * r for r in range(first, first + height)]
 
-            def step(k, p, offsets=offsets):
-                row = b.add(w, b.mul(k, _I64(4 * ROWS)))
-                rows = [_load(b, row, offset) for offset in offsets]
-                out = []
-                for c in range(columns):
-                    value = _splat(b, _load(b, b.add(at[c], b.shl(k, _I64(2))), 0, _F32))
-                    out += [_fma(b, u, value, p[c * height + r]) for r, u in enumerate(rows)]
-                return out
+            def step(i, p, offsets=offsets):
+                row = b.add(w, b.mul(i, _I64(16 * ROWS)))
+                k = b.add(b.shl(b.lshr(i, _I64(2)), _I64(6)), b.shl(b.and_(i, _I64(3)), _I64(3)))
+                for n, column in enumerate(_FRAGMENT_COLUMNS[:4]):
+                    rows = [_load(b, row, 4 * ROWS * n + offset) for offset in offsets]
+                    new = []
+                    for c in range(columns):
+                        value = _splat(b, _load(b, b.add(at[c], k), 4 * column, _F32))
+                        new += [_fma(b, u, value, p[c * height + r]) for r, u in enumerate(rows)]
+                    p = new
+                return p
 
             p = _loop(b, count, [_floats(0.0)] * (columns * height), step)
             for c in range(columns):
