@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "appliance" / "demo" / "qwen3.8-demo-groupwise-int.ginfer"
 HOST, PORT = "127.0.0.1", 8000
-QUESTION = "Hello! Who are you?"
+QUESTION = "Who are you?"
 START_TIMEOUT_S = 600.0  # the first start on a machine compiles the kernels
 STOP_TIMEOUT_S = 60.0
 POLL_S = 0.1

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
+CALL_MEMBERS = ("name", "arguments", "parsed_arguments")
 MEDIA_PARTS = ("image_url", "image", "video_url", "video", "input_audio", "audio")
+# members of an assistant message that clients send back empty
+UNSAID = ("refusal", "audio", "function_call", "annotations", "parsed")
 NAME_REFUSED = "the model's template has no place for participant names; write it into the content"
 
 
@@ -92,7 +95,7 @@ def _tool_result(found: dict[str, Any], path: str) -> Message:
 
 def _assistant(found: dict[str, Any], path: str) -> Message:
     """An assistant message: content, calls, reasoning, in any combination that says something."""
-    for name in ("refusal", "audio", "function_call", "annotations"):
+    for name in UNSAID:
         if found.get(name):
             why = "cannot be rendered for this model; put it into content or remove it"
             raise checks.refused(f"{path}.{name}", why, code="unsupported_parameter")
@@ -158,9 +161,10 @@ def _call(value: Any, path: str) -> ToolCall:
             f"{path}.type", "only function calls are supported", code="tool_type_not_supported"
         )
     where = f"{path}.function"
-    function = checks.members(
-        checks.required(found, path, "function"), where, ("name", "arguments")
-    )
+    function = checks.members(checks.required(found, path, "function"), where, CALL_MEMBERS)
+    if "parsed_arguments" in function:
+        why = "send the arguments as a string in `arguments`"
+        raise checks.refused(f"{where}.parsed_arguments", why, code="unsupported_parameter")
     return ToolCall(
         call_id=checks.string(checks.required(found, path, "id"), f"{path}.id"),
         name=_tool_name(checks.required(function, where, "name"), f"{where}.name"),
@@ -259,9 +263,7 @@ _ROLES = {
     "developer": _Role(_PLAIN, _plain),
     "user": _Role(_PLAIN, _plain),
     "assistant": _Role(
-        _PLAIN
-        | {"refusal", "audio", "function_call", "annotations", "tool_calls"}
-        | {"reasoning_content", "reasoning"},
+        _PLAIN | {*UNSAID, "tool_calls", "reasoning_content", "reasoning"},
         _assistant,
     ),
     "tool": _Role(_PLAIN | {"tool_call_id"}, _tool_result),

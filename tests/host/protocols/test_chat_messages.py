@@ -43,7 +43,9 @@ def test_reasoning_is_accepted_back_under_both_names(name):
 
 
 def test_message_of_the_sdk_with_its_null_members():
-    nulls = dict.fromkeys(("refusal", "audio", "function_call", "annotations", "tool_calls"))
+    nulls = dict.fromkeys(
+        ("refusal", "audio", "function_call", "annotations", "parsed", "tool_calls")
+    )
     _, message = with_messages(USER, {"role": "assistant", "content": "x", **nulls}).messages
     assert message == Message(role="assistant", content=message.content)
 
@@ -87,6 +89,7 @@ def test_tools_keep_the_object_of_the_client():
     assert bare.parameters == {"type": "object", "properties": {}}
 
 
+PARSED = call("c") | {"function": {"name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}}}
 DEEP = '{"a":' * 100 + "1" + "}" * 100
 
 WRONG = [
@@ -182,6 +185,11 @@ WRONG = [
         [USER, ASKED, {"role": "tool", "content": "x"}],
         "messages.2.tool_call_id",
         "missing_required_parameter",
+    ),
+    (
+        [USER, {"role": "assistant", "tool_calls": [PARSED]}],
+        "messages.1.tool_calls.0.function.parsed_arguments",
+        "unsupported_parameter",
     ),
     ([USER, RESULT], "messages.1.tool_call_id", "invalid_message_order"),
     (

@@ -8,6 +8,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from appliance.protocols.chat_response import MalformedToolCallError
@@ -22,6 +23,7 @@ from ginfer.frontend.base import (
     ReasoningText,
 )
 from ginfer.prompt import Channel
+from tests.frontends import demo_frontend
 from tests.host.protocols.bodies import IDENTITY, WEATHER, delta, finished, parse
 
 HEAD = {
@@ -314,38 +316,15 @@ def test_message_of_the_sdk_is_accepted_back():
     assert request.messages[1].tool_calls[0].arguments == {"city": "Oslo"}
 
 
-class Markers:
-    """A real incremental parser of a small language, to split at every point: `[f{..}]` is a call
-    of f with the arguments between the braces; other text is itself."""
-
-    def output_parser(self, tools):
-        self.state, self.held, self.index = "text", "", -1
-        return self
-
-    def feed(self, channel, text):
-        if channel is Channel.REASONING:
-            return [ReasoningText(text)]
-        return [event for char in text for event in self._char(char)]
-
-    def _char(self, char):
-        if self.state == "text":
-            if char != "[":
-                return [ContentText(char)]
-            self.state, self.index = "name", self.index + 1
-        elif self.state == "name":
-            self.held += char
-            if char == "{":
-                name, self.held, self.state = self.held[:-1], "", "arguments"
-                return [CallStarted(self.index, name), CallArguments(self.index, "{")]
-        elif char == "]":
-            self.state = "text"
-            return [CallEnded(self.index)]
-        else:
-            return [CallArguments(self.index, char)]
-        return []
-
-    def finish(self):
-        return [] if self.state == "text" else [CallBroken(self.index, "cut")]
+def test_message_accumulated_by_the_sdk_is_accepted_back():
+    state = ChatCompletionStreamState(input_tools=[WEATHER])
+    deltas = [delta("hm", Channel.REASONING), *map(delta, [*COMPLETE, "<two>"])]
+    for wire in transcript(deltas, tools=[WEATHER]):
+        state.handle_chunk(ChatCompletionChunk.model_validate(wire))
+    said = state.get_final_completion().choices[0].message.model_dump()
+    request = parse(messages=[{"role": "user", "content": "Hi"}, said])
+    assert [call.arguments for call in request.messages[1].tool_calls] == [{"city": "Oslo"}, {}]
+    assert request.messages[1].reasoning == "hm"
 
 
 def joined(chunks):
@@ -365,33 +344,47 @@ def joined(chunks):
     return message, chunks[-1]["choices"][0]["finish_reason"]
 
 
-TEXT = 'Let me look.[get_weather{"city": "Oslo"}][get_weather{}] Done.'
+CALL_TEXT = "<tool_call>\n<function=get_weather>\n{}</function>\n</tool_call>"
+CITY, DAYS = (f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in (("city", "Åre"), ("days", "2")))
+TEXT = "Let me look.\n\n" + CALL_TEXT.format(CITY + DAYS) + "\n" + CALL_TEXT.format(CITY)
+EXPECTED = [{"city": "Åre", "days": 2}, {"city": "Åre"}]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(
-    st.lists(st.integers(1, len(TEXT) - 1), unique=True, max_size=12).map(sorted),
-    st.integers(0, len(TEXT)),
-    st.sampled_from([FinishReason.STOP_TOKEN, FinishReason.OUTPUT_LIMIT]),
-)
-def test_any_split_joins_to_the_same_message(cuts, end, reason):
-    text = TEXT if reason is FinishReason.STOP_TOKEN else TEXT[:end]
-    bounds = [0, *(c for c in cuts if c < len(text)), len(text)]
-    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
+@given(st.lists(st.integers(1, len(TEXT) - 1), unique=True, max_size=12), st.integers(1, len(TEXT)))
+def test_any_split_joins_to_the_same_message(cuts, length):
+    text = TEXT[:length]
+    bounds = [0, *sorted(c for c in cuts if c < length), length]
+    pieces = [delta(text[a:b]) for a, b in itertools.pairwise(bounds)]
     thought = [delta("hm ", Channel.REASONING), delta("so", Channel.REASONING)]
-    options = {"end": finished(reason), "tools": [WEATHER]}
-    message, finish = joined(transcript([*thought, *map(delta, pieces)], Markers(), **options))
-    once, _ = joined(
-        transcript([delta("hm so", Channel.REASONING), delta(text)], Markers(), **options)
+    end = finished(FinishReason.STOP_TOKEN if text == TEXT else FinishReason.OUTPUT_LIMIT)
+    options = {"frontend": demo_frontend(), "end": end, "tools": [WEATHER]}
+    message, finish = joined(transcript([*thought, *pieces], **options))
+    at_once = [delta("hm so", Channel.REASONING), delta(text)]
+    assert (message, finish) == joined(transcript(at_once, **options))
+    assert message["reasoning"] == "hm so"
+    body = whole([*thought, *pieces], **options)["choices"][0]["message"]
+    assert body["content"] == (
+        message["content"] or None if "tool_calls" in body else message["content"]
     )
-    assert message == once
-    assert finish == ("tool_calls" if reason is FinishReason.STOP_TOKEN else "length")
-    if reason is FinishReason.STOP_TOKEN:
-        assert [json.loads(c[2]) for c in message["calls"]] == [{"city": "Oslo"}, {}]
-        body = whole([*thought, *map(delta, pieces)], Markers(), **options)["choices"][0]["message"]
-        assert body["content"] == message["content"]
-        assert body["reasoning"] == message["reasoning"]
-        calls = [
-            [c["id"], c["function"]["name"], c["function"]["arguments"]] for c in body["tool_calls"]
-        ]
-        assert calls == message["calls"]
+    functions = [call["function"] for call in body.get("tool_calls", [])]
+    assert [json.loads(f["arguments"]) for f in functions] == EXPECTED[: len(functions)]
+    for call, function in zip(message["calls"], functions):
+        assert call[1:] == [function["name"], function["arguments"]]
+    if text == TEXT:
+        assert (finish, len(functions), message["content"]) == ("tool_calls", 2, "Let me look.")
+    else:
+        assert finish == "length"
+
+
+def test_single_characters_join_to_complete_calls():
+    pieces = [delta(char) for char in TEXT]
+    options = {"frontend": demo_frontend(), "tools": [WEATHER]}
+    message, finish = joined(transcript(pieces, **options))
+    assert finish == "tool_calls"
+    assert [json.loads(call[2]) for call in message["calls"]] == EXPECTED
+
+
+def test_without_active_tools_markup_is_text():
+    message, finish = joined(transcript([delta(TEXT)], demo_frontend()))
+    assert (message["content"], message["calls"], finish) == (TEXT, [], "stop")
