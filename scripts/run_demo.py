@@ -37,6 +37,9 @@ def main() -> int:
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     port = free_port(options.port)
+    print(
+        "Starting; the first start on a machine compiles the kernels, a minute or two.", flush=True
+    )
     try:
         with server(port) as process:
             wait_ready(process, port)

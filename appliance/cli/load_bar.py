@@ -23,6 +23,7 @@ class LoadBar:
         self._lock = Lock()
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._over = False
         self._timer = Timer(PATIENCE_S, self._show)
         self._timer.daemon = True
 
@@ -40,9 +41,9 @@ class LoadBar:
     def __exit__(self, *exc_info: object) -> None:
         self._timer.cancel()
         with self._lock:
+            self._over = True
             if self._bar is not None:
                 self._bar.stop()
-            self._timer.function = lambda: None
 
     def _show(self) -> None:
         # here, because a start that is fast should not pay for the import
@@ -52,6 +53,8 @@ class LoadBar:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         bar = Progress(*columns, console=Console(stderr=True), transient=True)
         with self._lock:
+            if self._over:
+                return
             self._bar, self._task = bar, bar.add_task("")
             self._draw()
             bar.start()
