@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
-from sanic import Sanic
+from sanic import Request, Sanic
 from sanic.config import Config
 from sanic.response import HTTPResponse
 
@@ -15,8 +15,6 @@ from appliance.errors import JsonErrorHandler
 from appliance.routes import chat, health, metrics, models
 
 if TYPE_CHECKING:
-    from sanic import Request
-
     from appliance.config import ApplianceConfig
     from appliance.engine_client import EngineClient
 
@@ -25,9 +23,18 @@ CORS_HEADERS = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
     "Access-Control-Allow-Headers": "*, Authorization",
 }
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _numbers = count(1)  # Sanic wants unique names in one interpreter
 
 App = Sanic[Config, ServerContext]
+
+
+class HttpRequest(Request[Any, Any]):
+    """A request. The one that Sanic makes up to answer a malformed head repeats the malformed URL,
+    and would be refused itself."""
+
+    def __init__(self, url_bytes: bytes, *args: Any, **kwargs: Any) -> None:
+        super().__init__(b"*" if kwargs.get("method") == "NONE" else url_bytes, *args, **kwargs)
 
 
 def create_app(client: EngineClient, config: ApplianceConfig) -> App:
@@ -38,6 +45,7 @@ def create_app(client: EngineClient, config: ApplianceConfig) -> App:
         config=Config(_settings(config), env_prefix=None),
         ctx=ServerContext(client, config),
         error_handler=JsonErrorHandler(),
+        request_class=HttpRequest,
         configure_logging=False,
     )
     for routes in (chat, health, metrics, models):
@@ -74,4 +82,5 @@ async def _after(request: Request[App, Any], response: HTTPResponse) -> None:
     if context.config.cors:
         response.headers.update(CORS_HEADERS)
     route = f"/{request.route.path}" if request.route else "none"
-    context.http_stats.requests[request.method, route, response.status] += 1
+    method = request.method if request.method in METHODS else "other"
+    context.http_stats.requests[method, route, response.status] += 1

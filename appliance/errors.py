@@ -7,7 +7,7 @@ from asyncio import CancelledError
 from typing import TYPE_CHECKING
 
 import orjson
-from sanic.exceptions import SanicException
+from sanic.exceptions import RequestCancelled, SanicException
 from sanic.handlers import ErrorHandler
 from sanic.response import HTTPResponse
 
@@ -46,6 +46,8 @@ def as_error(exception: BaseException) -> GInferError:
     internal_error, without details."""
     if isinstance(exception, GInferError):
         return exception
+    if isinstance(exception, RequestCancelled):  # nobody reads it; the counters do
+        return HttpError(499, "the client is gone", code="client_disconnected")
     if isinstance(exception, SanicException):
         message = str(exception) or CODES.get(exception.status_code, "error")
         return HttpError(exception.status_code, message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -117,8 +116,6 @@ async def _stream(request: Request[App, Any], job: Job, events: EventStream) -> 
         async for event in stream.read(events):
             await stream.send(map(sse.data, _chunks(builder, event)))
         await stream.send([sse.DONE])
-    except (asyncio.CancelledError, ConnectionError):
-        raise
     except Exception as exception:
         error = as_error(exception)
         context.http_stats.stream_errors[error.code] += 1

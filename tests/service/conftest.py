@@ -19,6 +19,7 @@ def server() -> Iterator[Server]:
     """Eight requests at once, small bodies."""
     with Server.launch(max_request_mib=LIMIT_MIB) as running:
         yield running
+        running.check_log()
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +30,4 @@ def narrow() -> Iterator[Server]:
         engine=engine, keepalive_s=0.2, request_timeout_s=1.0, send_timeout_s=1.0
     ) as running:
         yield running
+        running.check_log()

@@ -118,6 +118,11 @@ class Server:
         self.wait_metric("ginfer_http_requests_active", 0)
         return self.metrics()
 
+    def check_log(self) -> None:
+        """Assert that nothing unforeseen was logged."""
+        found = [i for i, line in enumerate(self.lines) if "Traceback" in line]
+        assert not found, "\n".join(self.lines[found[0] - 2 : found[0] + 30])
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and return the exit status."""
         self.process.send_signal(number)

@@ -141,6 +141,7 @@ def test_a_client_that_asks_first_is_refused_before_it_sends(server: Server) -> 
         b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\n{}",
         b"POST /v1/chat/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"GET /\xc3\xbc HTTP/1.1\r\n\r\n",
+        b"\xe4(\x87 \xff\x01\x0e( x\r\n\r\n",
         b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000 + b"\r\n\r\n",
     ],
 )

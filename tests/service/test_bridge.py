@@ -1,0 +1,234 @@
+"""The bridge and the real engine process, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from appliance import wire_values
+from appliance.bridge import EngineBridge
+from appliance.engine_client import EnginePhase
+from appliance.wire import PROTOCOL_VERSION, Frame, FrameDecoder, FrameType, encode
+from ginfer import EngineConfig
+from ginfer.engine.request import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Request,
+    SamplingParams,
+)
+from ginfer.errors import (
+    ContextLengthError,
+    GInferError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
+from ginfer.prompt import PreparedPrompt
+from tests.service.launch import PACKAGE
+from tests.service.server import ROOT, kill9, wait_gone
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+    from pathlib import Path
+
+HELLO_IDS = [4097, 320, 198, 1908, 0, 4098, 198, 4097, 333, 198, 4108, 275, 4109, 275]
+HELLO = "Hello! I am the GInfer demo model. How can I help you?"
+
+
+def _config(**options: Any) -> EngineConfig:
+    return EngineConfig(
+        **{"package": PACKAGE, "max_context": 1024, "max_concurrency": 1, "max_pending": 1}
+        | options
+    )
+
+
+def _request(name: str, **fields: Any) -> Request:
+    defaults: dict[str, Any] = {
+        "prompt": PreparedPrompt(token_ids=np.array(HELLO_IDS, np.int32)),
+        "max_tokens": 64,
+        "sampling": SamplingParams(temperature=0),
+    }
+    return Request(request_id=name, **defaults | fields)
+
+
+def _endless(name: str) -> Request:
+    return _request(name, max_tokens=900, ignore_eos=True)
+
+
+def _text(events: list[Event]) -> str:
+    return "".join(e.text for e in events if isinstance(e, Delta))
+
+
+def _with_bridge(body: Callable[[EngineBridge], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        bridge = EngineBridge(_config(**options))
+        bridge.start()
+        try:
+            await bridge.wait_ready()
+            await body(bridge)
+        finally:
+            await bridge.close()
+
+    asyncio.run(run())
+
+
+def test_requests_refusals_cancels_and_restarts() -> None:
+    """One engine start for the whole life of a bridge."""
+    _with_bridge(_life)
+
+
+async def _life(bridge: EngineBridge) -> None:
+    assert bridge.info is not None
+    assert (bridge.info.max_concurrency, bridge.info.model_id) == (1, "qwen3.8-demo")
+    events = [event async for event in await bridge.submit(_request("a"))]
+    assert _text(events) == HELLO
+    assert isinstance(events[-1], Finished)
+    await _refuse(bridge)
+    await _cancel(bridge)
+    await _merge(bridge)
+    await _restart(bridge)
+
+
+async def _refuse(bridge: EngineBridge) -> None:
+    long = PreparedPrompt(token_ids=np.full(2000, 320, np.int32))
+    with pytest.raises(ContextLengthError):
+        await bridge.submit(_request("b", prompt=long))
+    with pytest.raises(RequestError):
+        await bridge.submit(_request("c", stop_token_ids=(1 << 20,)))
+    first, second = await bridge.submit(_endless("d")), await bridge.submit(_endless("e"))
+    with pytest.raises(OverloadedError):
+        await bridge.submit(_endless("f"))
+    first.close()
+    second.close()
+    await _idle(bridge)
+
+
+async def _cancel(bridge: EngineBridge) -> None:
+    async for event in (stream := await bridge.submit(_endless("g"))):
+        if isinstance(event, Delta):
+            stream.close()
+    await _idle(bridge)
+    assert (await bridge.stats())["finished"]["cancelled"] == 3
+
+
+async def _merge(bridge: EngineBridge) -> None:
+    stream = await bridge.submit(_endless("h"))
+    await _idle(bridge)
+    events = [event async for event in stream]
+    assert sum(len(e.token_ids) for e in events if isinstance(e, Delta)) == 900
+    assert len(events) < 20
+    assert isinstance(events[-1], Finished)
+    assert events[-1].reason is FinishReason.OUTPUT_LIMIT
+
+
+async def _restart(bridge: EngineBridge) -> None:
+    stream = await bridge.submit(_endless("i"))
+    assert bridge.pid is not None
+    kill9(bridge.pid)
+    last = [event async for event in stream][-1]
+    assert isinstance(last, Failed)
+    assert (last.error.code, last.error.status) == ("engine_restarted", 503)
+    assert bridge.state.phase is EnginePhase.RESTARTING
+    with pytest.raises(UnavailableError, match="SIGKILL"):
+        await bridge.submit(_request("j"))
+    while not bridge.state.ready:
+        await asyncio.sleep(0.02)
+    assert bridge.num_restarts == 1
+    assert _text([event async for event in await bridge.submit(_request("k"))]) == HELLO
+
+
+async def _idle(bridge: EngineBridge) -> None:
+    while True:
+        stats = await bridge.stats()
+        if stats["running"] == stats["waiting"] == 0:
+            return
+        await asyncio.sleep(0.01)
+
+
+def test_an_engine_that_never_started_is_not_tried_again(tmp_path: Path) -> None:
+    async def run() -> EngineBridge:
+        bridge = EngineBridge(_config(package=tmp_path / "missing.ginfer"))
+        bridge.start()
+        with pytest.raises(GInferError, match=r"missing\.ginfer"):
+            await bridge.wait_ready()
+        assert bridge.state.phase is EnginePhase.FAILED
+        with pytest.raises(UnavailableError, match=r"missing\.ginfer"):
+            await bridge.submit(_request("a"))
+        await bridge.close()
+        return bridge
+
+    assert asyncio.run(run()).state.phase is EnginePhase.STOPPED
+
+
+@pytest.fixture
+def child() -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """The bare engine process and our end of its socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "appliance.engine_process", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+            stderr=subprocess.DEVNULL,
+        )
+    ours.settimeout(30)
+    yield process, ours
+    ours.close()
+    process.kill()
+    process.wait()
+
+
+HELLO_FRAME = encode(
+    Frame(
+        FrameType.HELLO,
+        {"version": PROTOCOL_VERSION, "config": wire_values.config_header(_config())},
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0\0\0\0",
+        b"\xff" * 64,
+        encode(Frame(FrameType.SUBMIT, {})),
+        encode(Frame(FrameType.HELLO, {"version": 99})),
+        encode(Frame(FrameType.HELLO, {"version": PROTOCOL_VERSION, "config": {"package": 7}})),
+        HELLO_FRAME + encode(Frame(FrameType.CANCEL, {})),
+    ],
+    ids=("length", "noise", "no greeting", "version", "configuration", "too early"),
+)
+def test_the_engine_process_answers_bad_frames_with_a_fault(
+    child: tuple[subprocess.Popen[bytes], socket.socket], data: bytes
+) -> None:
+    process, sock = child
+    sock.sendall(data)
+    decoder = FrameDecoder()
+    frames: list[Frame] = []
+    while received := sock.recv(65536):
+        frames += decoder.feed(received)
+    assert frames[-1].type is FrameType.FAULT
+    assert wire_values.decode_error(frames[-1]).message
+    assert process.wait(10) == 1
+
+
+def test_the_engine_process_ends_when_its_socket_closes(
+    child: tuple[subprocess.Popen[bytes], socket.socket],
+) -> None:
+    process, sock = child
+    sock.sendall(HELLO_FRAME)
+    assert sock.recv(65536)
+    sock.close()
+    assert process.wait(10) == 0
+    wait_gone(process.pid)
+    assert not os.path.exists(f"/proc/{process.pid}/fd")
