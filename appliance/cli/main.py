@@ -84,15 +84,22 @@ def invoke(command: click.Command, args: Sequence[str], name: str) -> int:
         return _fail(name, error.format_message())
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        # the interpreter flushes stdout once more when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+    except OSError as error:
+        _give_up_stdout()
+        return PIPE_CLOSED if isinstance(error, BrokenPipeError) else _fail(name, str(error))
     except Exception as error:
         # not imported above: --help loads as little as it can
         if not isinstance(error, import_module("ginfer.errors").GInferError):
             raise
         return _fail(name, str(error))
+
+
+def _give_up_stdout() -> None:
+    """If stdout takes nothing more, spare the interpreter its last flush, which would fail too."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(name: str, message: str) -> int:

@@ -142,6 +142,20 @@ def test_a_reader_that_goes_away_ends_the_program_quietly():
     assert process.returncode == 141
 
 
+def test_a_full_disk_is_one_line():
+    code = (
+        "import sys; from appliance.cli.main import group, invoke\n"
+        "sys.exit(invoke(group, ['models'], 'ginfer'))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "No space left on device" in line
+
+
 def test_help_takes_under_150_ms():
     spent = []
     for _ in range(5):
