@@ -26,5 +26,8 @@ THREADS = EnvVar("GINFER_THREADS", "", "threads of the CPU image; default: all c
 DEMO_CHECKPOINT = EnvVar(
     "GINFER_DEMO_CHECKPOINT", "", "folder of the demo checkpoint; tests that need it run when set"
 )
+LAUNCH_CHECK = EnvVar(
+    "GINFER_LAUNCH_CHECK", "", "1: wait after every kernel, so that a GPU fault names its kernel"
+)
 
-ALL = (CACHE_DIR, THREADS, DEMO_CHECKPOINT)
+ALL = (CACHE_DIR, THREADS, DEMO_CHECKPOINT, LAUNCH_CHECK)

@@ -25,6 +25,7 @@ GInferError
 ├── OverloadedError               the queue is full (429)
 ├── QueueTimeoutError             the request waited longer than the pending timeout (503)
 ├── UnavailableError              the engine is starting, restarting or gone (503)
+├── DeviceError                   a GPU driver call failed; `context_lost`: only a restart helps
 └── InternalError                 our own fault (500)
 
 `code` is what a client program branches on; `param` names the offending field, or is None.
@@ -114,6 +115,18 @@ class UnavailableError(GInferError):
 
     code = "service_unavailable"
     status = 503
+
+
+class DeviceError(GInferError):
+    """A call of the GPU driver failed. The message names the call, the kernel if there is one, and
+    the status; after `context_lost` nothing on that GPU can be used until the engine restarts."""
+
+    code = "device_error"
+
+    def __init__(self, message: str, *, status_name: str = "", context_lost: bool = False) -> None:
+        super().__init__(message)
+        self.status_name = status_name
+        self.context_lost = context_lost
 
 
 class InternalError(GInferError):

@@ -1,0 +1,1 @@
+"""All device code: numba.cuda kernels, their launchers, and the host side of the device."""

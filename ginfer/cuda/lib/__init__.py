@@ -1,0 +1,1 @@
+"""Device functions only: inline PTX, warp and block operations, tiles, number formats."""

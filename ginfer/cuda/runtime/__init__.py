@@ -1,0 +1,1 @@
+"""Host side of the device: images, launches, memory, graphs, plans."""

@@ -1,0 +1,157 @@
+"""From a kernel value to a cubin, without a GPU: Numba to PTX, nvJitLink to machine code, checks.
+
+This file is part of every kernel's key: whatever shapes the code beyond the kernel's own files is
+here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cuda.core import Linker, LinkerOptions, ObjectCode
+from numba import cuda, types
+
+from ginfer.cuda.runtime.jit import CAPABILITIES, compilers
+from ginfer.errors import InternalError
+from ginfer.sizes import align_up
+
+if TYPE_CHECKING:
+    from ginfer.cuda.runtime.jit import Build, Kernel
+
+MAX_SHARED_NBYTES = {  # per block, static and dynamic together
+    "80": 163 << 10,
+    "86": 99 << 10,
+    "89": 99 << 10,
+    "90": 227 << 10,
+    "90a": 227 << 10,
+    "120a": 99 << 10,
+}
+MAX_REGISTERS = 65_536  # per multiprocessor
+MAX_THREADS = 1024
+
+
+class SealedError(InternalError):
+    """Something was to be compiled or loaded after the image had been sealed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CubinRecord:
+    """One compiled kernel: what the manifest knows of it. Sizes in bytes; registers per thread."""
+
+    key: str
+    source: str
+    name: str
+    entry: str
+    signature: tuple[str, ...]
+    threads: int
+    registers: int
+    static_shared: int
+    dynamic_shared: int
+    stack: int
+    spills: int
+    compilers: str
+
+    @property
+    def shared(self) -> int:
+        """Shared memory of a block."""
+        return self.static_shared + self.dynamic_shared
+
+
+class _Seal:
+    """Whether this process may compile."""
+
+    closed = False
+
+
+def seal_compiler() -> None:
+    """Forbid every later compilation in this process."""
+    _Seal.closed = True
+
+
+def compile_ptx(item: Kernel, capability: str) -> tuple[str, str, Build]:
+    """Compile to PTX. Returns (PTX text, entry name, build). Raises InternalError naming the kernel
+    when the compiler fails or the code computes in float64, SealedError after seal_compiler()."""
+    if _Seal.closed:
+        raise SealedError(f"kernel {item.name} was to be compiled after the image was sealed")
+    build = item.build()
+    options = build.function.targetoptions
+    try:
+        text, _ = cuda.compile_ptx(
+            build.function.py_func,
+            tuple(getattr(types, t) for t in item.signature),
+            cc=CAPABILITIES[capability],
+            fastmath=bool(options.get("fastmath")),
+            launch_bounds=options.get("launch_bounds", build.threads),
+        )
+    except Exception as error:
+        raise InternalError(
+            f"kernel {item.name} does not compile for sm_{capability}: {error}"
+        ) from error
+    doubles = [line.strip() for line in text.splitlines() if ".f64" in line]
+    if doubles:
+        raise InternalError(f"kernel {item.name} computes in float64: {doubles[0]}")
+    entry = re.search(r"\.entry (\w+)", text)
+    assert entry is not None
+    return text, entry.group(1), build
+
+
+def compile_cubin(item: Kernel, capability: str) -> tuple[CubinRecord, bytes]:
+    """Compile and link one kernel. Raises InternalError naming the kernel when it does not compile,
+    spills, computes in float64 or exceeds a limit of the capability."""
+    text, entry, build = compile_ptx(item, capability)
+    options = LinkerOptions(arch=f"sm_{capability}", ptxas_options=["-v"])
+    linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
+    try:
+        code = bytes(linker.link("cubin").code)
+    except Exception as error:
+        raise InternalError(
+            f"kernel {item.name} does not link for sm_{capability}: {error}"
+        ) from error
+    log = linker.get_info_log()
+    record = CubinRecord(
+        key=item.key(capability),
+        source=item.source(capability),
+        name=item.name,
+        entry=entry,
+        signature=item.signature,
+        threads=build.threads,
+        registers=_number(r"(\d+) registers", log),
+        static_shared=static_shared_nbytes(text),
+        dynamic_shared=build.shared_nbytes,
+        stack=_number(r"(\d+) bytes stack frame", log),
+        spills=sum(_number(rf"(\d+) bytes spill {way}", log) for way in ("stores", "loads")),
+        compilers=compilers(),
+    )
+    for breach in breaches(record, capability):
+        raise InternalError(f"kernel {record.name} on sm_{capability} {breach}")
+    return record, code
+
+
+def breaches(record: CubinRecord, capability: str) -> list[str]:
+    """What is wrong with a compiled kernel, as the ends of sentences."""
+    limit = MAX_SHARED_NBYTES[capability]
+    registers = align_up(record.registers, 8) * align_up(record.threads, 128)
+    found = {
+        f"spills {record.spills} bytes": record.spills > 0,
+        f"needs {record.shared} bytes of shared memory; a block has {limit}": record.shared > limit,
+        f"needs {registers} registers; a multiprocessor has {MAX_REGISTERS}": registers
+        > MAX_REGISTERS,
+        f"has {record.threads} threads; a block has at most {MAX_THREADS}": record.threads
+        > MAX_THREADS,
+    }
+    return [text for text, wrong in found.items() if wrong]
+
+
+def static_shared_nbytes(ptx: str) -> int:
+    """Bytes of the fixed shared arrays in a PTX module (the linker's log has no word on them)."""
+    total = 0
+    for alignment, nbytes in re.findall(r"\.shared \.align (\d+) \.b8 \w+\[(\d+)\]", ptx):
+        total = align_up(total, int(alignment)) + int(nbytes)
+    return total
+
+
+def _number(pattern: str, log: str) -> int:
+    found = re.findall(pattern, log)
+    return max(map(int, found)) if found else 0
