@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from tests.service.chat import ANSWERS, ask, head
+from tests.service.chat import ANSWERS, ask, endless, head
 from tests.service.server import Server
 
 if TYPE_CHECKING:
@@ -197,9 +197,12 @@ def test_metrics_are_prometheus_text(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Server]:
-    """A server with two keys and CORS."""
-    with Server.launch(api_keys=["first key", "second"], cors=True) as running:
+    """A server with two keys and CORS, which gives whole answers one second."""
+    with Server.launch(
+        api_keys=["first key", "second"], cors=True, response_timeout_s=1.0
+    ) as running:
         yield running
+        running.check_log()
 
 
 def test_keys_are_demanded_everywhere_but_for_probes(guarded: Server) -> None:
@@ -232,6 +235,15 @@ def test_cors_answers_preflights_without_a_key(guarded: Server) -> None:
     assert headers["access-control-allow-origin"] == "*"
     assert "POST" in headers["access-control-allow-methods"]
     assert guarded.request("GET", "/v1/models")[1]["access-control-allow-origin"] == "*"
+
+
+def test_a_whole_answer_that_takes_too_long_is_503_and_frees_its_lane(guarded: Server) -> None:
+    key = {"x-api-key": "second"}
+    status, body = guarded.post(endless(8000), **key)
+    assert (status, _code(body)) == (503, "service_unavailable")
+    deadline = time.monotonic() + 2
+    while guarded.metrics(key)["ginfer_engine_running"]:
+        assert time.monotonic() < deadline
 
 
 def test_without_cors_no_origin_is_allowed(server: Server) -> None:
