@@ -140,7 +140,9 @@ class Tokenizer:
             if i % 2:
                 ids.append(self._id_of_added[part])
             elif part:
-                ids += self._library.encode(part, add_special_tokens=False).ids
+                # The batch form lets other threads run; the plain one keeps the interpreter lock.
+                (found,) = self._library.encode_batch_fast([part], add_special_tokens=False)
+                ids += found.ids
         array = np.array(ids, np.int32)
         array.flags.writeable = False
         self._cache.put(piece, array)
