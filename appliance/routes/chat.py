@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -44,6 +44,7 @@ class Job:
     chat: ChatRequest
     identity: Identity
     request: EngineRequest
+    generated: list[int] = field(default_factory=list)  # ids of the answer so far
 
 
 @blueprint.post("/v1/chat/completions", stream=True)
@@ -93,6 +94,7 @@ def _prepare(context: ServerContext, body: bytes) -> Job:
 async def _whole(context: ServerContext, job: Job, events: EventStream) -> HTTPResponse:
     builder = ResponseBuilder(job.chat, job.identity, context.frontend)
     async for event in events:
+        _follow(context, job, event)
         if isinstance(event, Delta):
             builder.delta(event)
         elif isinstance(event, Finished):
@@ -114,12 +116,21 @@ async def _stream(request: Request[App, Any], job: Job, events: EventStream) -> 
     try:
         await stream.send(map(sse.data, builder.start()))
         async for event in stream.read(events):
+            _follow(context, job, event)
             await stream.send(map(sse.data, _chunks(builder, event)))
         await stream.send([sse.DONE])
     except Exception as exception:
         error = as_error(exception)
         context.http_stats.stream_errors[error.code] += 1
         await stream.send([sse.data(error_body(error))])
+
+
+def _follow(context: ServerContext, job: Job, event: Event) -> None:
+    """Keep the ids of the answer, so that its turn is replayed exactly when it comes back."""
+    if isinstance(event, Delta):
+        job.generated.extend(event.token_ids)
+    elif isinstance(event, Finished):
+        context.frontend.remember(job.request.prompt, job.generated)
 
 
 def _chunks(builder: StreamBuilder, event: Event) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ginfer.errors import ArtifactError, RequestError, UnsupportedError
 from ginfer.frontend.base import SamplingDefaults
 from ginfer.frontend.channels import QwenStreamDecoder
@@ -136,9 +138,8 @@ class QwenFrontend:
         """Bind the turn that answered `prompt` to its generated ids (without the stop token): when
         it comes back word for word in a later prompt, it is replayed id for id. False if the ids
         hold a control token or a broken character."""
-        ids = prompt.token_ids.tolist()
-        start = len(ids) - ids[::-1].index(self._turn_start)
-        turn = [*ids[start:], *token_ids]
+        start = int(np.flatnonzero(prompt.token_ids == self._turn_start)[-1]) + 1
+        turn = [*prompt.token_ids[start:].tolist(), *token_ids]
         try:
             text = self._tokenizer.decode_bytes(turn).decode()
         except UnicodeDecodeError:

@@ -255,6 +255,25 @@ def test_a_conversation_reuses_its_prefix(client: openai.OpenAI) -> None:
     assert (second.usage.prompt_tokens_details.cached_tokens or 0) > 64
 
 
+@pytest.mark.parametrize("seed", [1, 3, 7])
+def test_an_answer_that_comes_back_is_replayed_token_for_token(
+    client: openai.OpenAI, seed: int
+) -> None:
+    """Hot sampling spells words in tokens that the tokenizer would not choose."""
+    messages: list[Any] = [{"role": "user", "content": "Write a long story about the sea."}]
+    off = {"enable_thinking": False}
+    first = client.chat.completions.create(
+        model=MODEL, messages=messages, max_tokens=40, temperature=1.5, seed=seed, extra_body=off
+    )
+    messages += [first.choices[0].message, {"role": "user", "content": "Hello!"}]
+    second = client.chat.completions.create(messages=messages, max_tokens=8, **GREEDY)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    held = first.usage.prompt_tokens + first.usage.completion_tokens - 1  # all but the last token
+    assert second.usage.prompt_tokens_details.cached_tokens == held
+
+
 def test_errors_arrive_as_the_clients_own(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="other", messages=HELLO)
