@@ -33,5 +33,8 @@ def kernel_cache_dir() -> Path:
 
 
 os.environ["NUMBA_CACHE_DIR"] = str(kernel_cache_dir())
+# Threads that spin at the end of a parallel region cost a scheduler slice per region as soon as
+# another process wants their core; sleeping costs 5 us. Read when OpenMP is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "numba" in sys.modules:
     sys.modules["numba"].config.reload_config()

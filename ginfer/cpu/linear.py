@@ -95,9 +95,9 @@ def _dot(acc, scale, x, tile, kind, first):
     for r in range(0, simd.ROW_TILES, 2):
         rows, lanes = first + r, 64 * r
         if kind == _W8:
-            codes = tile + 1024 * rows
-            simd.dot_pair_w8(acc + lanes, codes, scale + lanes, x)
-            simd.dot_pair_w8(acc + lanes, codes + 512, scale + lanes + _ROW_NBYTES, x + 128)
+            for i in range(2):
+                codes, scales = tile + 1024 * rows + 512 * i, scale + lanes + _ROW_NBYTES * i
+                simd.dot_pair_w8(acc + lanes, codes, scales, x + 128 * i)
         elif kind == _BF16:
             simd.dot_pair_bf16(acc + lanes, tile + 2048 * rows, scale + lanes, x)
         else:
@@ -179,6 +179,7 @@ def linear_unit(y, y_stride, x, x_stride, T, address, kind, stride, N, K, mode, 
     w, scale, acc = _slice_scratch(), _scale_scratch(), _sum_scratch()
     for i in range(T * simd.ROW_TILES):
         simd.zero_rows(acc + 64 * i)
+    size = 32 if kind == _W8 else 64
     tiles, half = (K + 63) // 64, unit % 2 * simd.ROW_TILES
     tile = address + unit // 2 * tiles * stride
     for k in range(0, K, 64):
@@ -191,12 +192,10 @@ def linear_unit(y, y_stride, x, x_stride, T, address, kind, stride, N, K, mode, 
             _dot(acc, scale, column, tile, kind, half)
         else:
             _unpack(w, tile, kind, half)
-            if kind == _W8:
-                _fma_columns(acc, w, scale, column, column_stride, T, 8)
-                w2, scale2 = w + 32 * _ROW_NBYTES, scale + _ROW_NBYTES
-                _fma_columns(acc, w2, scale2, column + 128, column_stride, T, 8)
-            else:
-                _fma_columns(acc, w, scale, column, column_stride, T, 16)
+            for i in range(0, 64, size):
+                w_slice, scale_slice = w + i * _ROW_NBYTES, scale + i // size * _ROW_NBYTES
+                x_slice = column + 4 * i
+                _fma_columns(acc, w_slice, scale_slice, x_slice, column_stride, T, size // 4)
         tile += stride
     rows = min(ROWS, N - unit * ROWS)
     first = unit * _ROW_NBYTES // (2 if mode == SILU_UP else 1)
@@ -241,6 +240,7 @@ def linear_silu_up(y, x, weight):
 
     y: [T, N / 2], x: [T, K], float32, contiguous; N a multiple of 32.
     """
+    assert weight.N % 32 == 0, "pairs of row tiles"
     _run(y, x, weight, SILU_UP)
 
 

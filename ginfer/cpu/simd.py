@@ -267,7 +267,7 @@ def _fma_block(columns):
     @_emitted
     def fma_block(b, acc, w, scale, x, x_stride, count):
         at = [b.add(x, b.mul(x_stride, _I64(c))) for c in range(columns)]
-        height = max(1, min(ROW_TILES, _ACCUMULATORS // columns))
+        height = next(h for h in (4, 2, 1) if h * columns <= _ACCUMULATORS)
         for first in range(0, ROW_TILES, height):
             offsets = [64 * r for r in range(first, first + height)]
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import platform
+import subprocess
+import sys
+
+import numba
 import numpy as np
 import pytest
 
@@ -101,6 +108,70 @@ def test_embedding_rows_are_exact(fmt, C):
     out = np.full((4, C), np.nan, np.float32)
     embedding_rows(out, ids, prepare(tensor))
     assert np.array_equal(out, decode(fmt, Layout.ROWS, (50, C), tensor.data)[ids])
+
+
+def test_values_do_not_depend_on_the_number_of_threads():
+    tensor, _, x = case(Q4G64_F16S, (384, 1024), 130)
+    weight, results = prepare(tensor), []
+    before = numba.get_num_threads()
+    for threads in sorted({1, before}):
+        numba.set_num_threads(threads)
+        results.append(np.full((130, 384), np.nan, np.float32))
+        linear(results[-1], x, weight)
+    numba.set_num_threads(before)
+    assert np.array_equal(results[0], results[-1])
+
+
+@pytest.mark.parametrize("fmt", [Q4G64_F16S, W8G32_F16S], ids=lambda f: f.name)
+def test_every_half_precision_scale_is_exact(fmt):
+    halves = np.arange(0x7C00, dtype=np.uint16)  # zero, subnormals and normals
+    halves = np.concatenate([halves, halves | 0x8000])
+    shape = (len(halves), fmt.group_size)
+    tensor = random_payload(fmt, Layout.TILE, shape)
+    data = tensor.data.copy().reshape(-1, {4: 4352, 8: 8704}[fmt.bits])
+    codes = 128 * 64 * fmt.bits // 8
+    data[:, :codes] = {4: 0x99, 8: 1}[fmt.bits]  # every code is 1
+    words = halves.reshape(-1, 8, 2, 8).swapaxes(2, 3)  # tile, row tile, pair
+    scales = data[:, codes:].view(np.uint16).reshape(len(data), 8, -1, 8, 2)
+    scales[:] = words[:, :, None]
+    x = np.zeros((1, fmt.group_size), np.float32)
+    x[0, 3] = 1
+    y = np.full((1, len(halves)), np.nan, np.float32)
+    linear(y, x, prepare(dataclasses.replace(tensor, data=data.reshape(-1))))
+    assert np.array_equal(y[0], halves.view(np.float16).astype(np.float32))
+
+
+AVX2 = "avx,avx2,bmi,bmi2,cmov,cx16,cx8,f16c,fma,lzcnt,movbe,popcnt,sse3,sse4.1,sse4.2,ssse3"
+DIGEST = """
+import hashlib
+from tests.host.cpu.test_linear import *
+digest = hashlib.sha256()
+for fmt in FORMATS:
+    for T in (1, 2, 3, 4, 13):
+        tensor, _, x = case(fmt, (416, 456), T)
+        for operator, width in ((linear, 416), (linear_silu_up, 208)):
+            y = np.zeros((T, width), np.float32)
+            operator(y, x, prepare(tensor))
+            digest.update(y.tobytes())
+print(digest.hexdigest())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 features")
+def test_values_do_not_depend_on_the_vector_width_of_the_processor(tmp_path):
+    narrow = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+" + AVX2.replace(",", ",+")}
+    digests = [
+        subprocess.run(
+            [sys.executable, "-c", DIGEST],
+            env={**os.environ, "GINFER_CACHE_DIR": str(tmp_path), **features},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for features in ({}, narrow)
+    ]
+    assert digests[0] == digests[1] != ""
 
 
 def test_prepare_refuses_a_format_without_kernel():
