@@ -15,7 +15,8 @@ from ginfer.sizes import MIB
 if TYPE_CHECKING:
     from ginfer.config import EngineConfig
 
-KEEPALIVE_MAX_S = 10.0  # the shortest known watchdog of a client is 20 s
+KEEPALIVE_S = 9.0
+KEEPALIVE_MAX_S = 10.0  # promised to clients; the shortest known watchdog is 20 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class ApplianceConfig:
     defaults: ServerDefaults = field(default_factory=ServerDefaults)
     max_request_mib: int = 384
     cors: bool = False
-    keepalive_s: float = KEEPALIVE_MAX_S
+    keepalive_s: float = KEEPALIVE_S
     request_timeout_s: float = 60.0
     response_timeout_s: float = 7200.0
     send_timeout_s: float = 300.0
