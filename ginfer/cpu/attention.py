@@ -20,7 +20,15 @@ from numba.np.ufunc.parallel import get_thread_id
 
 from ginfer.cpu.kv_codec import load_plane, store_key, store_value
 from ginfer.cpu.norm import norm_row
-from ginfer.cpu.product import dot, multiply_add, multiply_add_lower
+from ginfer.cpu.product import (
+    device,
+    dot,
+    highest,
+    keep_apart,
+    multiply_add,
+    multiply_add_bf16,
+    multiply_add_lower,
+)
 from ginfer.cpu.rope import rotate
 from ginfer.cpu.scalar import ONE, ZERO, exp, sigmoid
 from ginfer.spec import PAGE_TOKENS
@@ -42,7 +50,7 @@ class Heads(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Where the batch's columns belong. row, token: [T] int32, row and index in the sequence.
+    """Where the batch's columns belong. row: [T] int32; token: [T] int64, index in the sequence.
     pages: [B, P] int32. cos, sin: [T, F] float32."""
 
     row: np.ndarray
@@ -52,84 +60,83 @@ class Columns(NamedTuple):
     sin: np.ndarray
 
 
-@njit(cache=True)
+@device
 def _prepare_column(t, qkgv, kv, layer, w_q, w_k, heads, columns, eps):
     """Norm and rotate q (times scale) and k of column t in place; append k and v to its page."""
+    keep_apart()
     H, G, D, scale = heads
-    x = qkgv.reshape(-1)
-    base = t * qkgv.shape[1]
+    row, cos, sin = qkgv[t], columns.cos[t], columns.sin[t]
     for h in range(H + G):
-        at = base + h * D
-        norm_row(x, at, x, at, w_q if h < H else w_k, D, eps)
-        rotate(x, at, columns.cos, columns.sin, t)
-    for i in range(base, base + H * D):
-        x[i] *= scale
+        x = row[h * D : (h + 1) * D]
+        norm_row(x, x, w_q if h < H else w_k, eps)
+        rotate(x, cos, sin)
+    q = row[: H * D]
+    for i in range(q.size):
+        q[i] *= scale
     page = columns.pages[columns.row[t], columns.token[t] // TILE]
     slot = columns.token[t] % TILE
     for g in range(G):
-        store_key(kv[page, layer, 0, g], slot, x, base + (H + g) * D, D)
-        store_value(kv[page, layer, 1, g], slot, x, base + (2 * H + G + g) * D, D)
+        k, v = (H + g) * D, (2 * H + G + g) * D
+        store_key(kv[page, layer, 0, g], slot, row[k : k + D])
+        store_value(kv[page, layer, 1, g], slot, row[v : v + D])
 
 
-@njit(cache=True)
-def _attend_tile(acc, ao, m, l, mo, q, qo, q_step, k_tile, v_tile, scores, M, D, seen, slope):
-    """Add one tile to the partials of M queries; query i sees its first seen + slope * i keys.
-
-    acc: at ao, [M, D]; m, l: at mo, [M]; q: rows at qo, q_step apart; k_tile [D, 64]; v_tile
-    [64, D]; scores: scratch [M, 64].
-    """
-    for i in range(M * TILE):
-        scores[i] = ZERO
-    multiply_add(scores, 0, TILE, q, qo, q_step, 1, k_tile, 0, TILE, M, TILE, D)
+@device
+def _soften(acc, ao, m, l, mo, scores, M, D, seen, slope):
+    """Turn scores [M, 64] into weights and rescale the partials; query i sees its first
+    seen + slope * i keys, the others weigh 0."""
+    keep_apart()
     for i in range(M):
-        n, row = min(seen + slope * i, TILE), i * TILE
-        top = m[mo + i]
-        for j in range(row, row + n):
-            top = scores[j] if scores[j] > top else top
+        row = scores[i * TILE : (i + 1) * TILE]
+        for j in range(min(seen + slope * i, TILE), TILE):
+            row[j] = _LOWEST
+        top = highest(scores, i * TILE, TILE)
+        top = top if top > m[mo + i] else m[mo + i]
         decay = exp(m[mo + i] - top)
-        for j in range(row, row + n):
-            scores[j] = exp(scores[j] - top)
-        l[mo + i] = l[mo + i] * decay + dot(scores, row, _ONES, 0, n)
+        for j in range(TILE):
+            row[j] = exp(row[j] - top)
+        l[mo + i] = l[mo + i] * decay + dot(scores, i * TILE, _ONES, 0, TILE)
         m[mo + i] = top
         if decay != ONE:
-            for d in range(ao + i * D, ao + (i + 1) * D):
-                acc[d] *= decay
-    multiply_add_lower(acc, ao, D, scores, 0, TILE, v_tile, 0, D, M, D, seen, slope, TILE)
+            kept = acc[ao + i * D : ao + (i + 1) * D]
+            for d in range(D):
+                kept[d] *= decay
 
 
-@njit(cache=True)
+@device
 def _clear(acc, ao, m, l, mo, M, D):
-    for i in range(M):
-        m[mo + i] = _LOWEST
-        l[mo + i] = ZERO
-    for d in range(ao, ao + M * D):
-        acc[d] = ZERO
+    for i in range(mo, mo + M):
+        m[i], l[i] = _LOWEST, ZERO
+    acc[ao : ao + M * D].fill(ZERO)
 
 
-@njit(cache=True)
-def _merge(acc, ao, m, l, mo, part, po, part_m, part_l, pm, D):
-    """Add the partial at po / pm of one query to the total at ao / mo."""
-    top = part_m[pm] if part_m[pm] > m[mo] else m[mo]
-    left, right = exp(m[mo] - top), exp(part_m[pm] - top)
-    l[mo] = l[mo] * left + part_l[pm] * right
-    m[mo] = top
+@device
+def _merge(acc, m, l, i, part, part_m, part_l, j, D):
+    """Add the partial of query j to the total of query i."""
+    keep_apart()
+    top = part_m[j] if part_m[j] > m[i] else m[i]
+    left, right = exp(m[i] - top), exp(part_m[j] - top)
+    l[i] = l[i] * left + part_l[j] * right
+    m[i] = top
+    total, more = acc[i * D : (i + 1) * D], part[j * D : (j + 1) * D]
     for d in range(D):
-        acc[ao + d] = acc[ao + d] * left + part[po + d] * right
+        total[d] = total[d] * left + more[d] * right
 
 
-@njit(cache=True)
-def _finish(out, oo, acc, ao, total, gate, go, D):
+@device
+def _finish(out, acc, total, gate):
     """out = acc / total * sigmoid(gate)."""
-    for d in range(D):
-        out[oo + d] = acc[ao + d] / total * sigmoid(gate[go + d])
+    keep_apart()
+    for d in range(out.size):
+        out[d] = acc[d] / total * sigmoid(gate[d])
 
 
-@njit(cache=True)
+@device
 def _prefill_item(out, qkgv, kv, layer, heads, columns, t0, t1, g, scratch):
     """Queries t0 .. t1 of one row against K/V head g."""
     H, G, D, _ = heads
     M, W, n = H // G, qkgv.shape[1], t1 - t0
-    x, y = qkgv.reshape(-1), out.reshape(-1)
+    x = qkgv.reshape(-1)
     size = M * QUERIES * D
     total, part = scratch[:size], scratch[size : 2 * size]
     k_tile = scratch[2 * size : 2 * size + D * TILE]
@@ -148,23 +155,26 @@ def _prefill_item(out, qkgv, kv, layer, heads, columns, t0, t1, g, scratch):
         load_plane(v_tile, kv[page, layer, 1, g], min(TILE, last + 1 - tile * TILE) * D)
         skip = max(0, tile * TILE - start)  # queries that end before this tile
         for h in range(M):
-            i = h * QUERIES + skip
-            qo = (t0 + skip) * W + (g * M + h) * D
+            i, rows = h * QUERIES + skip, n - skip
             seen = start + skip - tile * TILE + 1
-            _attend_tile(
-                part, i * D, pm, pl, i, x, qo, W, k_tile, v_tile, scores, n - skip, D, seen, 1
+            scores[: rows * TILE].fill(ZERO)
+            qo = (t0 + skip) * W + (g * M + h) * D
+            multiply_add(scores, 0, TILE, x, qo, W, 1, k_tile, 0, TILE, rows, TILE, D)
+            _soften(part, i * D, pm, pl, i, scores, rows, D, seen, 1)
+            multiply_add_lower(
+                part, i * D, D, scores, 0, TILE, v_tile, 0, D, rows, D, seen, 1, TILE
             )
         if tile % PREFILL_TILES == PREFILL_TILES - 1 or tile == last // TILE:
             for h in range(M):
                 for i in range(h * QUERIES, h * QUERIES + n):
                     if pl[i] != ZERO:
-                        _merge(total, i * D, m, l, i, part, i * D, pm, pl, i, D)
+                        _merge(total, m, l, i, part, pm, pl, i, D)
     for h in range(M):
         for i in range(n):
-            at = (t0 + i) * W + (H + G + g * M + h) * D
-            to = (t0 + i) * H * D + (g * M + h) * D
-            j = h * QUERIES + i
-            _finish(y, to, total, j * D, l[j], x, at, D)
+            j, q = h * QUERIES + i, (g * M + h) * D
+            gate = q + (H + G) * D
+            to, acc = out[t0 + i, q : q + D], total[j * D : (j + 1) * D]
+            _finish(to, acc, l[j], qkgv[t0 + i, gate : gate + D])
 
 
 @njit(cache=True, nogil=True, parallel=True)
@@ -173,16 +183,16 @@ def attention_prefill(out, qkgv, kv, layer, w_q, w_k, heads, columns, items, scr
 
     out: [T, H D]. qkgv: [T, 2 (H + G) D], overwritten. kv: [P, L, 2, G, 64 D] uint16. w_q, w_k:
     [D].
-    items: [I, 2] int32, first and last + 1 column of each work item, heavy and light mixed.
+    items: [I, 2] int64, first and last + 1 column of each work item, heavy and light mixed.
     scratch: [threads, prefill_scratch].
     """
-    for t in prange(qkgv.shape[0]):
-        _prepare_column(t, qkgv, kv, layer, w_q, w_k, heads, columns, eps)
+    for i in prange(qkgv.shape[0]):
+        _prepare_column(np.int64(i), qkgv, kv, layer, w_q, w_k, heads, columns, eps)
     G = heads.G
     for i in prange(items.shape[0] * G):
-        t0, t1 = items[i // G, 0], items[i // G, 1]
-        mine = scratch[get_thread_id()]
-        _prefill_item(out, qkgv, kv, layer, heads, columns, t0, t1, i % G, mine)
+        mine, at = scratch[get_thread_id()], np.int64(i)
+        t0, t1 = items[at // G, 0], items[at // G, 1]
+        _prefill_item(out, qkgv, kv, layer, heads, columns, t0, t1, at % G, mine)
 
 
 def prefill_scratch(heads: Heads) -> int:
@@ -191,34 +201,33 @@ def prefill_scratch(heads: Heads) -> int:
     return 2 * rows * heads.D + 2 * heads.D * TILE + QUERIES * TILE + 4 * rows
 
 
-@njit(cache=True)
-def _decode_item(t, g, block, part, po, stats, so, qkgv, kv, layer, heads, columns, scratch):
+@device
+def _decode_item(t, g, block, part, po, stats, so, qkgv, kv, layer, heads, columns, scores):
     """The partial of column t, K/V head g and one block of 256 keys."""
     H, G, D, _ = heads
-    M = H // G
-    k_tile, v_tile = scratch[: D * TILE], scratch[D * TILE : 2 * D * TILE]
-    scores, x = scratch[2 * D * TILE :], qkgv.reshape(-1)
-    seen = columns.token[t] + 1
+    M, x = H // G, qkgv.reshape(-1)
+    seen, qo = columns.token[t] + 1, t * qkgv.shape[1] + g * M * D
     m, l = stats[0], stats[1]
     _clear(part, po, m, l, so, M, D)
     for tile in range(block * DECODE_TILES, min((block + 1) * DECODE_TILES, -(-seen // TILE))):
         n = min(TILE, seen - tile * TILE)
         page = columns.pages[columns.row[t], tile]
-        load_plane(k_tile, kv[page, layer, 0, g], D * TILE)
-        load_plane(v_tile, kv[page, layer, 1, g], n * D)
-        qo = t * qkgv.shape[1] + g * M * D
-        _attend_tile(part, po, m, l, so, x, qo, D, k_tile, v_tile, scores, M, D, n, 0)
+        scores.fill(ZERO)
+        multiply_add_bf16(scores, 0, TILE, x, qo, D, kv[page, layer, 0, g], TILE, M, TILE, D)
+        _soften(part, po, m, l, so, scores, M, D, n, 0)
+        multiply_add_bf16(part, po, D, scores, 0, TILE, kv[page, layer, 1, g], D, M, D, n)
 
 
-@njit(cache=True)
+@device
 def _decode_merge(t, h, slot, blocks, out, part, stats, qkgv, heads):
     """Merge the partials of column t and query head h into the first of them, at `slot`; finish."""
     H, G, D, _ = heads
     m, l, home = stats[0], stats[1], slot * H + h
     for other in range(home + H, home + blocks * H, H):
-        _merge(part, home * D, m, l, home, part, other * D, m, l, other, D)
-    gate = t * qkgv.shape[1] + (H + G + h) * D
-    _finish(out.reshape(-1), (t * H + h) * D, part, home * D, l[home], qkgv.reshape(-1), gate, D)
+        _merge(part, m, l, home, part, m, l, other, D)
+    gate = (H + G + h) * D
+    to, acc = out[t, h * D : (h + 1) * D], part[home * D : (home + 1) * D]
+    _finish(to, acc, l[home], qkgv[t, gate : gate + D])
 
 
 @njit(cache=True, nogil=True)
@@ -232,25 +241,25 @@ def append_columns(qkgv, kv, layer, w_q, w_k, heads, columns, eps):
 def attention_decode(out, qkgv, kv, layer, heads, columns, c0, c1, first, part, stats, scratch):
     """Attention of the columns c0 .. c1 - 1 after `append_columns`: partials, then their merge.
 
-    first: [T + 1] int32, running number of 256-key blocks of the columns before. part: [S H D],
+    first: [T + 1] int64, running number of 256-key blocks of the columns before. part: [S H D],
     stats: [2, S H] for S >= first[c1] - first[c0] blocks. scratch: [threads, decode_scratch].
     """
     H, G, D = heads.H, heads.G, heads.D
     M, base = H // G, first[c0]
     for i in prange((first[c1] - base) * G):
-        slot, g = i // G, i % G
+        slot, g = np.int64(i) // G, np.int64(i) % G
         t = c0
         while first[t + 1] - base <= slot:
             t += 1
         at, block = slot * H + g * M, base + slot - first[t]
-        mine = scratch[get_thread_id()]
+        mine = scratch[get_thread_id(), : M * TILE]
         _decode_item(t, g, block, part, at * D, stats, at, qkgv, kv, layer, heads, columns, mine)
     for i in prange((c1 - c0) * H):
-        t = c0 + i // H
+        t, h = c0 + np.int64(i) // H, np.int64(i) % H
         blocks = first[t + 1] - first[t]
-        _decode_merge(t, i % H, first[t] - base, blocks, out, part, stats, qkgv, heads)
+        _decode_merge(t, h, first[t] - base, blocks, out, part, stats, qkgv, heads)
 
 
 def decode_scratch(heads: Heads) -> int:
     """float32 of scratch per thread of `attention_decode`."""
-    return 2 * heads.D * TILE + heads.H // heads.G * TILE
+    return heads.H // heads.G * TILE

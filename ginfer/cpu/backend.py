@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numba import set_num_threads
-from numba.core import config
+from numba.np.ufunc.parallel import get_thread_count
 
 from ginfer.batch import ForwardBatch, Phase, Selection, SelectionBatch
 from ginfer.cpu import attention, gdn, sampling
@@ -39,7 +39,7 @@ _BLOCK = attention.DECODE_TILES * PAGE_TOKENS
 
 def thread_count(wanted: int | None) -> int:
     """Threads to use: the argument, else GINFER_THREADS, else all. Raises ConfigError."""
-    available = int(getattr(config, "NUMBA_NUM_THREADS"))
+    available = get_thread_count()
     text = THREADS.read() if wanted is None else str(wanted)
     if not text:
         return int(available)

@@ -24,7 +24,15 @@ from numba import njit, prange
 from numba.np.ufunc.parallel import get_thread_id
 
 from ginfer.cpu.norm import gated_norm_row
-from ginfer.cpu.product import dot, fma, multiply_add, multiply_add_lower
+from ginfer.cpu.product import (
+    add_outer,
+    device,
+    dot,
+    fma,
+    keep_apart,
+    multiply_add,
+    multiply_add_lower,
+)
 from ginfer.cpu.scalar import ONE, ZERO, exp, sigmoid, silu, softplus
 from ginfer.spec import PAGE_TOKENS
 
@@ -51,7 +59,7 @@ class Weights(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """indptr: [B + 1]; starts, state_in, state_out: [B]; all int32."""
+    """indptr: [B + 1], starts: [B], int64; state_in, state_out: [B] int32."""
 
     indptr: np.ndarray
     starts: np.ndarray
@@ -59,85 +67,105 @@ class Rows(NamedTuple):
     state_out: np.ndarray
 
 
-@njit(cache=True)
-def _convolve(y, yo, mix, t0, t, history, taps, x0, n):
-    """y[yo : yo + n] = silu(conv) of channels x0 .. of column t, in a row that begins at t0."""
+@device
+def _convolve(y, mix, t0, t, history, taps, x0):
+    """y = silu(conv) of the channels from x0 of column t, in a row that begins at column t0."""
+    keep_apart()
+    n = y.size
     for x in range(n):
-        y[yo + x] = ZERO
+        y[x] = ZERO
     for k in range(taps.shape[0]):
         source = t - taps.shape[0] + 1 + k
-        raw = mix[source] if source >= t0 else history[history.shape[0] + source - t0]
+        row = mix[source] if source >= t0 else history[history.shape[0] + source - t0]
+        raw, tap = row[x0 : x0 + n], taps[k, x0 : x0 + n]
         for x in range(n):
-            y[yo + x] = fma(taps[k, x0 + x], raw[x0 + x], y[yo + x])
+            y[x] = fma(tap[x], raw[x], y[x])
     for x in range(n):
-        y[yo + x] = silu(y[yo + x])
+        y[x] = silu(y[x])
 
 
-@njit(cache=True)
-def _unit(x, xo, n, factor):
-    """Scale n elements to length `factor`."""
-    inv = ONE / np.sqrt(dot(x, xo, x, xo, n) + _L2_EPS) * factor
-    for i in range(xo, xo + n):
+@device
+def _unit(x, factor):
+    """Scale a row to length `factor`."""
+    keep_apart()
+    inv = ONE / np.sqrt(dot(x, 0, x, 0, x.size) + _L2_EPS) * factor
+    for i in range(x.size):
         x[i] *= inv
 
 
-@njit(cache=True)
+@device
 def _shift_history(new, old, mix, t0, t1, x0, n):
     """new[:, x0 : x0 + n] = the last rows of old and the raw rows t0 .. t1 - 1; may be old."""
     depth = new.shape[0]
     for k in range(depth):
         source = t1 - depth + k
-        for x in range(x0, x0 + n):
-            new[k, x] = mix[source, x] if source >= t0 else old[depth + source - t0, x]
+        row = mix[source] if source >= t0 else old[depth + source - t0]
+        raw, kept = row[x0 : x0 + n], new[k, x0 : x0 + n]
+        for x in range(n):
+            kept[x] = raw[x]
 
 
-@njit(cache=True)
+@device
+def _copy(target, source):
+    for i in range(target.size):
+        target[i] = source[i]
+
+
+@device
 def _gates(ab, t, h, HV, w):
     """(g, beta) of column t and value head h."""
     g = w.decay[h] * softplus(ab[t, h] + w.dt_bias[h])
     return g, sigmoid(ab[t, HV + h])
 
 
-@njit(cache=True)
-def _step(S, o, q_k, v, vo, decay, beta, K, V):
-    """One column: S [K V] in place, o [2 V] (the output in its first half); q_k = q [K], k [K]."""
+@device
+def _step(S, o, q_k, v, decay, beta, K, V):
+    """One column: S [K V] in place, o [2 V] (the output in its first half); q_k = q [K], k [K].
+
+    64 columns of S at a time, so that what is read is still near when it is written.
+    """
+    keep_apart()
     for i in range(2 * V):
         o[i] = ZERO
-    multiply_add(o, 0, V, q_k, 0, K, 1, S, 0, V, 2, V, K)
     kq = dot(q_k, 0, q_k, K, K)
-    for j in range(V):
-        d = beta * (v[vo + j] - decay * o[V + j])
-        o[V + j] = d
-        o[j] = fma(kq, d, decay * o[j])
-    for i in range(K):
-        k = q_k[K + i]
-        for j in range(V):
-            S[i * V + j] = fma(k, o[V + j], decay * S[i * V + j])
+    for j0 in range(0, V, 64):
+        n = min(64, V - j0)
+        multiply_add(o, j0, V, q_k, 0, K, 1, S, j0, V, 2, n, K)
+        y, d, value = o[j0 : j0 + n], o[V + j0 : V + j0 + n], v[j0 : j0 + n]
+        for j in range(n):
+            d[j] = beta * (value[j] - decay * d[j])
+            y[j] = fma(kq, d[j], decay * y[j])
+        if n == 64:
+            add_outer(S, j0, V, q_k, K, o, V + j0, decay, K)
+        else:
+            for i in range(K):
+                for j in range(n):
+                    at = i * V + j0 + j
+                    S[at] = fma(q_k[K + i], d[j], decay * S[at])
 
 
-@njit(cache=True)
+@device
 def _decode_item(b, kh, out, mix, ab, state, conv, rows, w, shape, eps, scratch):
     """All columns of row b for key head kh and its value heads."""
     HK, HV, K, V = shape
     q_k, v, o = scratch[: 2 * K], scratch[2 * K : 2 * K + V], scratch[2 * K + V : 2 * K + 3 * V]
     t0, t1 = rows.indptr[b], rows.indptr[b + 1]
     old, new = conv[rows.state_in[b]], conv[rows.state_out[b]]
-    heads, flat, y = HV // HK, mix.reshape(-1), out.reshape(-1)
-    v0, z0 = 2 * HK * K, 2 * HK * K + HV * V
+    heads, v0, z0 = HV // HK, 2 * HK * K, 2 * HK * K + HV * V
     for vh in range(kh * heads, (kh + 1) * heads):
         if rows.state_in[b] != rows.state_out[b]:
-            state[rows.state_out[b], vh] = state[rows.state_in[b], vh]
+            _copy(state[rows.state_out[b], vh], state[rows.state_in[b], vh])
     for t in range(t0, t1):
         for part in range(2):
-            _convolve(q_k, part * K, mix, t0, t, old, w.taps, (part * HK + kh) * K, K)
-        _unit(q_k, 0, K, ONE / np.sqrt(np.float32(K)))
-        _unit(q_k, K, K, ONE)
+            x = q_k[part * K : (part + 1) * K]
+            _convolve(x, mix, t0, t, old, w.taps, (part * HK + kh) * K)
+            _unit(x, ONE if part else ONE / np.sqrt(np.float32(K)))
         for vh in range(kh * heads, (kh + 1) * heads):
-            _convolve(v, 0, mix, t0, t, old, w.taps, v0 + vh * V, V)
+            _convolve(v, mix, t0, t, old, w.taps, v0 + vh * V)
             g, beta = _gates(ab, t, vh, HV, w)
-            _step(state[rows.state_out[b], vh], o, q_k, v, 0, exp(g), beta, K, V)
-            z = t * mix.shape[1] + z0 + vh * V
-            gated_norm_row(y, (t * HV + vh) * V, o, 0, w.norm, flat, z, V, eps)
+            _step(state[rows.state_out[b], vh], o, q_k, v, exp(g), beta, K, V)
+            at, z = vh * V, z0 + vh * V
+            gated_norm_row(out[t, at : at + V], o[:V], w.norm, mix[t, z : z + V], eps)
     for part in range(2):
         _shift_history(new, old, mix, t0, t1, (part * HK + kh) * K, K)
     _shift_history(new, old, mix, t0, t1, v0 + kh * heads * V, heads * V)
@@ -152,51 +180,56 @@ def gdn_decode(out, mix, ab, state, conv, rows, w, shape, eps, scratch):
     """
     HK = shape.HK
     for i in prange(rows.starts.size * HK):
-        mine = scratch[get_thread_id()]
-        _decode_item(i // HK, i % HK, out, mix, ab, state, conv, rows, w, shape, eps, mine)
+        mine, at = scratch[get_thread_id()], np.int64(i)
+        _decode_item(at // HK, at % HK, out, mix, ab, state, conv, rows, w, shape, eps, mine)
 
 
-@njit(cache=True)
+@device
 def _convolve_item(b, unit, y, mix, conv, rows, w, shape):
     """Convolution, SiLU and normalisation of all columns of row b for one head of q, k or v."""
     HK, _, K, V = shape
     t0, t1 = rows.indptr[b], rows.indptr[b + 1]
     n = K if unit < 2 * HK else V
     x0 = unit * K if unit < 2 * HK else 2 * HK * K + (unit - 2 * HK) * V
-    old, flat = conv[rows.state_in[b]], y.reshape(-1)
+    old = conv[rows.state_in[b]]
     for t in range(t0, t1):
-        at = t * y.shape[1] + x0
-        _convolve(flat, at, mix, t0, t, old, w.taps, x0, n)
-        if unit < HK:
-            _unit(flat, at, K, ONE / np.sqrt(np.float32(K)))
-        elif unit < 2 * HK:
-            _unit(flat, at, K, ONE)
+        x = y[t, x0 : x0 + n]
+        _convolve(x, mix, t0, t, old, w.taps, x0)
+        if unit < 2 * HK:
+            _unit(x, ONE if unit >= HK else ONE / np.sqrt(np.float32(K)))
     _shift_history(conv[rows.state_out[b]], old, mix, t0, t1, x0, n)
 
 
-@njit(cache=True)
+@device
 def _chunk_products(t0, n, x, qo, ko, X, G, beta, scratch, K):
     """Fill kk = -strict_lower(beta K K^T decay) and qk = lower(Q K^T decay), [64, 64] each."""
+    keep_apart()
     kk, qk = scratch[: CHUNK * CHUNK], scratch[CHUNK * CHUNK : 2 * CHUNK * CHUNK]
     k_t = scratch[2 * CHUNK * CHUNK : 2 * CHUNK * CHUNK + K * CHUNK]
-    for j in range(CHUNK):
+    for j in range(n):
+        key = x[(t0 + j) * X + ko : (t0 + j) * X + ko + K]
         for d in range(K):
-            k_t[d * CHUNK + j] = x[(t0 + j) * X + ko + d] if j < n else ZERO
+            k_t[d * CHUNK + j] = key[d]
+    for j in range(n, CHUNK):
+        for d in range(K):
+            k_t[d * CHUNK + j] = ZERO
     for i in range(n * CHUNK):
         kk[i] = qk[i] = ZERO
     multiply_add(kk, 0, CHUNK, x, t0 * X + ko, X, 1, k_t, 0, CHUNK, n, CHUNK, K)
     multiply_add(qk, 0, CHUNK, x, t0 * X + qo, X, 1, k_t, 0, CHUNK, n, CHUNK, K)
     for i in range(n):
-        for j in range(i * CHUNK, i * CHUNK + i + 1):
-            decay = exp(G[i] - G[j - i * CHUNK])
-            kk[j] *= -beta[i] * decay
-            qk[j] *= decay
+        left, right = kk[i * CHUNK : (i + 1) * CHUNK], qk[i * CHUNK : (i + 1) * CHUNK]
+        for j in range(i + 1):
+            decay = exp(G[i] - G[j])
+            left[j] *= -beta[i] * decay
+            right[j] *= decay
     return kk, qk
 
 
-@njit(cache=True)
+@device
 def _chunk(t0, n, vh, r, y, ab, S, w, shape, scratch):
     """One chunk of n columns: S [K V] in place; outputs to r [64, V]."""
+    keep_apart()
     HK, HV, K, V = shape
     x, X = y.reshape(-1), y.shape[1]
     qo, ko, vo = vh // (HV // HK) * K, (HK + vh // (HV // HK)) * K, 2 * HK * K + vh * V
@@ -214,36 +247,37 @@ def _chunk(t0, n, vh, r, y, ab, S, w, shape, scratch):
     multiply_add(u, 0, V, x, t0 * X + ko, X, 1, S, 0, V, n, V, K)
     multiply_add(r, 0, V, x, t0 * X + qo, X, 1, S, 0, V, n, V, K)
     for i in range(n):
+        value, d, o = y[t0 + i, vo : vo + V], u[i * V : (i + 1) * V], r[i * V : (i + 1) * V]
         for j in range(V):
-            u[i * V + j] = beta[i] * (x[(t0 + i) * X + vo + j] - E[i] * u[i * V + j])
-            r[i * V + j] *= E[i]
+            d[j] = beta[i] * (value[j] - E[i] * d[j])
+            o[j] *= E[i]
     multiply_add_lower(u, 0, V, kk, 0, CHUNK, u, 0, V, n, V, 0, 1, n)
     multiply_add_lower(r, 0, V, qk, 0, CHUNK, u, 0, V, n, V, 1, 1, n)
     for i in range(n):
-        decay = exp(total - G[i])
+        decay, key, kept = exp(total - G[i]), y[t0 + i, ko : ko + K], k_decayed[i * K : (i + 1) * K]
         for d in range(K):
-            k_decayed[i * K + d] = x[(t0 + i) * X + ko + d] * decay
+            kept[d] = key[d] * decay
     for i in range(K * V):
         S[i] *= E[n - 1]
     multiply_add(S, 0, V, k_decayed, 0, 1, K, u, 0, V, K, V, n)
 
 
-@njit(cache=True)
+@device
 def _prefill_item(b, vh, out, y, mix, ab, state, rows, w, shape, eps, scratch):
     """All columns of row b for value head vh, chunk after chunk."""
     HK, HV, K, V = shape
     if rows.state_in[b] != rows.state_out[b]:
-        state[rows.state_out[b], vh] = state[rows.state_in[b], vh]
+        _copy(state[rows.state_out[b], vh], state[rows.state_in[b], vh])
     t, t1 = rows.indptr[b], rows.indptr[b + 1]
     end = rows.starts[b]
-    to, z, z0 = out.reshape(-1), mix.reshape(-1), 2 * HK * K + HV * V
+    z0 = 2 * HK * K + HV * V
     r, rest = scratch[: CHUNK * V], scratch[CHUNK * V :]
     while t < t1:
         n = min(CHUNK - end % CHUNK, t1 - t)
         _chunk(t, n, vh, r, y, ab, state[rows.state_out[b], vh], w, shape, rest)
         for i in range(n):
-            zo = (t + i) * mix.shape[1] + z0 + vh * V
-            gated_norm_row(to, ((t + i) * HV + vh) * V, r, i * V, w.norm, z, zo, V, eps)
+            to, z = out[t + i, vh * V : (vh + 1) * V], mix[t + i, z0 + vh * V : z0 + (vh + 1) * V]
+            gated_norm_row(to, r[i * V : (i + 1) * V], w.norm, z, eps)
         t += n
         end += n
 
@@ -254,10 +288,11 @@ def gdn_prefill(out, y, mix, ab, state, conv, rows, w, shape, eps, scratch):
     HK, HV, B = shape.HK, shape.HV, rows.starts.size
     units = 2 * HK + HV
     for i in prange(B * units):
-        _convolve_item(i // units, i % units, y, mix, conv, rows, w, shape)
+        at = np.int64(i)
+        _convolve_item(at // units, at % units, y, mix, conv, rows, w, shape)
     for i in prange(B * HV):
-        mine = scratch[get_thread_id()]
-        _prefill_item(i // HV, i % HV, out, y, mix, ab, state, rows, w, shape, eps, mine)
+        mine, at = scratch[get_thread_id()], np.int64(i)
+        _prefill_item(at // HV, at % HV, out, y, mix, ab, state, rows, w, shape, eps, mine)
 
 
 def gdn_scratch(shape: Shape) -> int:

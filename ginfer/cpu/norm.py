@@ -9,48 +9,49 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-from ginfer.cpu.product import dot
+from ginfer.cpu.product import device, dot, keep_apart
 from ginfer.cpu.scalar import ONE, silu
 
 _FEW = 16  # columns below which starting threads costs more than it saves
 
 
-@njit(cache=True)
-def inverse_rms(x, xo, C, eps):
-    """1 / sqrt(mean(x[xo : xo + C]^2) + eps)."""
-    return ONE / np.sqrt(dot(x, xo, x, xo, C) / np.float32(C) + eps)
+@device
+def inverse_rms(x, eps):
+    """1 / sqrt(mean(x^2) + eps) of a row."""
+    return ONE / np.sqrt(dot(x, 0, x, 0, x.size) / np.float32(x.size) + eps)
 
 
-@njit(cache=True)
-def norm_row(y, yo, x, xo, w, C, eps):
-    """Normalise C elements; y may be x."""
-    inv = inverse_rms(x, xo, C, eps)
-    for c in range(C):
-        y[yo + c] = x[xo + c] * inv * w[c]
+@device
+def norm_row(y, x, w, eps):
+    """Normalise one row; y may be x."""
+    keep_apart()
+    inv = inverse_rms(x, eps)
+    for c in range(w.size):
+        y[c] = x[c] * inv * w[c]
 
 
-@njit(cache=True)
-def gated_norm_row(y, yo, x, xo, w, z, zo, C, eps):
-    """Normalise C elements and multiply by silu(z)."""
-    inv = inverse_rms(x, xo, C, eps)
-    for c in range(C):
-        y[yo + c] = x[xo + c] * inv * w[c] * silu(z[zo + c])
+@device
+def gated_norm_row(y, x, w, z, eps):
+    """Normalise one row and multiply by silu(z)."""
+    keep_apart()
+    inv = inverse_rms(x, eps)
+    for c in range(w.size):
+        y[c] = x[c] * inv * w[c] * silu(z[c])
 
 
 @njit(cache=True, nogil=True)
-def _norm_few(y, x, w, C, eps):
-    for t in range(x.size // C):
-        norm_row(y, t * C, x, t * C, w, C, eps)
+def _norm_few(y, x, w, eps):
+    for t in range(x.shape[0]):
+        norm_row(y[t], x[t], w, eps)
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def _norm_many(y, x, w, C, eps):
-    for t in prange(x.size // C):
-        norm_row(y, t * C, x, t * C, w, C, eps)
+def _norm_many(y, x, w, eps):
+    for t in prange(x.shape[0]):
+        norm_row(y[t], x[t], w, eps)
 
 
 def rms_norm(y, x, w, eps):
     """Normalise rows of x. y, x: [T, C] float32, contiguous, may alias; w: [C] float32."""
-    T, C = x.shape
-    kernel = _norm_few if T < _FEW else _norm_many
-    kernel(y.reshape(-1), x.reshape(-1), w, C, np.float32(eps))
+    kernel = _norm_few if len(x) < _FEW else _norm_many
+    kernel(y, x, w, np.float32(eps))

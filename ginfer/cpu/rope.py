@@ -12,7 +12,7 @@ import math
 import numpy as np
 from numba import njit
 
-from ginfer.cpu.product import fma
+from ginfer.cpu.product import device, fma
 
 
 def frequency_axes(sections: tuple[int, int, int]) -> np.ndarray:
@@ -38,12 +38,12 @@ def rope_table(cos, sin, positions, axes, inv_freq):
             sin[t, f] = np.float32(math.sin(angle))
 
 
-@njit(cache=True)
-def rotate(x, xo, cos, sin, t):
-    """Turn the first 2 F elements of x[xo:] by the angles of column t."""
-    F = cos.shape[1]
+@device
+def rotate(x, cos, sin):
+    """Turn the first 2 F elements of a head x [D] by the angles of its column; cos, sin: [F]."""
+    F = cos.size
+    low, high = x[:F], x[F : 2 * F]
     for f in range(F):
-        low, high = x[xo + f], x[xo + F + f]
-        c, s = cos[t, f], sin[t, f]
-        x[xo + f] = fma(low, c, -(high * s))
-        x[xo + F + f] = fma(high, c, low * s)
+        a, b = low[f], high[f]
+        low[f] = fma(a, cos[f], -(b * sin[f]))
+        high[f] = fma(b, cos[f], a * sin[f])

@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit, prange
 from numba.np.ufunc.parallel import get_thread_id
 
-from ginfer.cpu.product import float_bits, mul_shift
+from ginfer.cpu.product import device, float_bits, keep_apart, mul_shift
 from ginfer.cpu.scalar import ZERO, exp
 
 _U64 = np.uint64
@@ -79,7 +79,7 @@ def make_scratch(threads: int, V: int) -> Scratch:
     )
 
 
-@njit(cache=True)
+@device
 def _mix(z):
     """The finaliser of SplitMix64."""
     z = _U64(z + _U64(0x9E3779B97F4A7C15))
@@ -88,7 +88,7 @@ def _mix(z):
     return z ^ (z >> _U64(31))
 
 
-@njit(cache=True)
+@device
 def uniform_bits(seed, position, purpose, sub):
     """24 random bits, a pure function of the draw's key: u = bits / 2^24."""
     key = _mix(_U64(seed) ^ (_U64(np.uint32(position)) * _U64(0xD1B54A32D192ED03)))
@@ -96,7 +96,7 @@ def uniform_bits(seed, position, purpose, sub):
     return _mix(key ^ (_U64(sub) * _U64(0x2545F4914F6CDD1D))) >> _U64(40)
 
 
-@njit(cache=True)
+@device
 def _load_legal(raw, logits, r, mask):
     """raw = logits of row r with -inf at masked ids. False if a logit is not finite."""
     bad = 0
@@ -110,9 +110,10 @@ def _load_legal(raw, logits, r, mask):
     return not bad
 
 
-@njit(cache=True)
+@device
 def _adjust(adj, raw, r, draws, counts):
     """adj = raw + bias - presence (if generated) - frequency * times generated."""
+    keep_apart()
     for i in range(raw.size):
         adj[i] = raw[i]
     for b in range(draws.bias_indptr[r], draws.bias_indptr[r + 1]):
@@ -126,10 +127,11 @@ def _adjust(adj, raw, r, draws, counts):
                 adj[i] = adj[i] - presence - frequency * np.float32(row[i])
 
 
-@njit(cache=True)
+@device
 def _best_few(values, limit, ids):
     """ids[:n] = the best `limit` ids by value descending, id ascending; n < limit if fewer are
     legal."""
+    keep_apart()
     n, last = 0, _LOWEST
     for i in range(values.size):
         v = values[i]
@@ -145,12 +147,15 @@ def _best_few(values, limit, ids):
     return n
 
 
-@njit(cache=True)
+@device
 def _sort_all(values, ids, keys, digits):
     """ids[0, :n] = all n legal ids in the order of `_best_few`: a radix sort, three digits of 11
     bits, stable."""
-    digits[:] = 0
+    keep_apart()
     n = 0
+    for d in range(3):
+        for j in range(_DIGITS):
+            digits[d, j] = 0
     for i in range(values.size):
         if values[i] > _LOWEST:
             bits = float_bits(values[i] + ZERO)
@@ -174,15 +179,16 @@ def _sort_all(values, ids, keys, digits):
     return n
 
 
-@njit(cache=True)
+@device
 def _weight(v, best, temperature):
     """exp((v - best) / T) in units of 2^-40."""
     return _U64(np.float64(exp((v - best) / temperature)) * _UNIT)
 
 
-@njit(cache=True)
+@device
 def _draw(adj, ids, n, r, draws):
     """One of the n candidates, best first: top-p, min-p, inverse distribution."""
+    keep_apart()
     best, temperature = adj[ids[0]], draws.temperature[r]
     total = _U64(0)
     for i in range(n):
@@ -207,7 +213,7 @@ def _draw(adj, ids, n, r, draws):
     return ids[m - 1]
 
 
-@njit(cache=True)
+@device
 def _log_mass(raw):
     """(maximum, log sum exp(raw - maximum)) over legal ids."""
     best = _LOWEST
@@ -219,14 +225,14 @@ def _log_mass(raw):
     return best, math.log(np.float64(total) / _UNIT)
 
 
-@njit(cache=True)
+@device
 def _select_row(r, logits, draws, counts, chosen, scratch):
     worker = get_thread_id()
     raw, adj = scratch.raw[worker], scratch.adj[worker]
     ids, keys = scratch.ids[worker], scratch.keys[worker]
     num_top = chosen.top_ids.shape[1]
-    chosen.top_ids[r, :] = -1
-    chosen.top_logprobs[r, :] = _LOWEST
+    for i in range(num_top):
+        chosen.top_ids[r, i], chosen.top_logprobs[r, i] = -1, _LOWEST
     chosen.token_ids[r], chosen.logprobs[r] = max(draws.forced[r], 0), np.float32(np.nan)
     chosen.finite[r] = _load_legal(raw, logits, r, draws.mask)
     best, log_mass = _log_mass(raw)
@@ -260,4 +266,4 @@ def select_rows(chosen, logits, draws, counts, scratch):
     tokens. A row without a finite logit or legal id is reported by chosen.finite.
     """
     for r in prange(draws.rows.size):
-        _select_row(r, logits, draws, counts, chosen, scratch)
+        _select_row(np.int64(r), logits, draws, counts, chosen, scratch)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
-from ginfer.cpu.product import bits_float, float_bits, fma
+from ginfer.cpu.product import bits_float, device, float_bits, fma
 
 F32 = np.float32
 ZERO, ONE = F32(0.0), F32(1.0)
@@ -25,7 +24,7 @@ _BIAS, _MANTISSA = np.uint32(0x3F800000), np.uint32(23)
 _LINEAR = F32(20.0)
 
 
-@njit(cache=True)
+@device
 def exp(x):
     """e^x in float32; 0 below -87.3, infinite above 88.7."""
     shifted = fma(x, _LOG2E, _ROUND)
@@ -38,19 +37,19 @@ def exp(x):
     return _INF if x > _HIGH else y
 
 
-@njit(cache=True)
+@device
 def sigmoid(x):
     """1 / (1 + e^-x)."""
     return ONE / (ONE + exp(-x))
 
 
-@njit(cache=True)
+@device
 def silu(x):
     """x * sigmoid(x)."""
     return x * sigmoid(x)
 
 
-@njit(cache=True)
+@device
 def softplus(x):
     """log(1 + e^x); x itself above 20."""
     return x if x > _LINEAR else F32(math.log1p(exp(x)))

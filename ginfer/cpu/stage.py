@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ginfer.batch import ForwardBatch, SelectionBatch
 
     I32 = NDArray[np.int32]
+    I64 = NDArray[np.int64]
 
 
 class Staged(NamedTuple):
@@ -33,15 +34,15 @@ class Staged(NamedTuple):
     positions: I32
     columns: Columns
     rows: Rows
-    items: I32
-    first: I32
+    items: I64
+    first: I64
 
 
 def _own(array: object, dtype: type) -> np.ndarray:
     return np.array(array, dtype=dtype, order="C")
 
 
-def _query_items(indptr: I32, tokens: I32) -> I32:
+def _query_items(indptr: I64, tokens: I64) -> I64:
     """Runs of at most 64 columns of a row, late ones (heavy) alternating with early ones."""
     items = [
         (t, min(t + QUERIES, end))
@@ -52,16 +53,16 @@ def _query_items(indptr: I32, tokens: I32) -> I32:
     middle = (len(items) + 1) // 2
     mixed = [*items]
     mixed[0::2], mixed[1::2] = items[:middle], items[middle:][::-1]
-    return np.array(mixed, np.int32).reshape(-1, 2)
+    return np.array(mixed, np.int64).reshape(-1, 2)
 
 
 def stage(batch: ForwardBatch, cos: np.ndarray, sin: np.ndarray) -> Staged:
     """Copy the tables of a batch and derive columns and work items. cos, sin: [T, F]."""
-    indptr, starts = _own(batch.row_indptr, np.int32), _own(batch.starts, np.int32)
+    indptr, starts = _own(batch.row_indptr, np.int64), _own(batch.starts, np.int64)
     row = np.repeat(np.arange(starts.size, dtype=np.int32), np.diff(indptr))
-    token = np.arange(row.size, dtype=np.int32) + (starts - indptr[:-1])[row]
-    first = np.zeros(row.size + 1, np.int32)
-    items = np.zeros((0, 2), np.int32)
+    token = np.arange(row.size) + (starts - indptr[:-1])[row]
+    first = np.zeros(row.size + 1, np.int64)
+    items = np.zeros((0, 2), np.int64)
     if batch.phase is Phase.PREFILL:
         items = _query_items(indptr, token)
     else:
