@@ -174,6 +174,8 @@ class Engine:
             except AssertionError as error:
                 outcome.put(error)
 
+        if not self._thread.is_alive():
+            raise UnavailableError(self._refusal or "the engine is closed")
         self._command(check)
         error = outcome.get()
         if error is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from threading import Event
 
 import numpy as np
 import pytest
@@ -294,7 +295,13 @@ def test_a_full_queue_refuses_and_recovers(narrow):
 
 def test_waiting_too_long_fails_and_costs_nobody_else(narrow):
     rng = np.random.default_rng(4)
-    running = submit(narrow, make_request(random_prompt(rng, 32), 900, ignore_eos=True, raw=True))
+    decoding = Event()
+    running = submit(
+        narrow,
+        make_request(random_prompt(rng, 32), 900, ignore_eos=True, raw=True),
+        lambda run, event: decoding.set(),
+    )
+    assert decoding.wait(60)
     early = submit(narrow, make_request(random_prompt(rng, 32), 8))
     CLOCK.ahead_s += 300
     late = submit(narrow, make_request(random_prompt(rng, 32), 8))
