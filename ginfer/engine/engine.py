@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Self
 
-    from ginfer.backend import Backend
     from ginfer.config import EngineConfig
     from ginfer.engine.memory import Capacity
     from ginfer.engine.request import Event, Request
     from ginfer.frontend.base import Frontend
-    from ginfer.spec import ModelSpec
 
     Sink = Callable[[Event], None]
     Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -51,19 +49,17 @@ class Engine:
         info: EngineInfo,
         config: EngineConfig,
         capacity: Capacity,
-        spec: ModelSpec,
+        rank: Rank,
         frontend: Frontend,
-        backend: Backend,
         clock: Callable[[], float],
     ) -> None:
         self.info = info
         self.frontend = frontend
         self.failed: GInferError | None = None
         self.on_failure: Callable[[GInferError], None] = lambda error: None
-        self._config, self._capacity, self._spec = config, capacity, spec
-        self._backend, self._clock = backend, clock
+        self._capacity, self._rank, self._clock = capacity, rank, clock
         self._loop = RoundLoop(
-            rank=Rank(spec, backend, capacity.plan),
+            rank=rank,
             frontend=frontend,
             capacity=capacity,
             config=config,
@@ -118,9 +114,8 @@ class Engine:
             info=info,
             config=config,
             capacity=capacity,
-            spec=spec,
+            rank=Rank(spec, backend, capacity.plan),
             frontend=frontend,
-            backend=backend,
             clock=clock,
         )
 
@@ -131,7 +126,7 @@ class Engine:
         queue are full, UnavailableError when the engine cannot serve.
         """
         try:
-            check_request(request, self._spec, self._capacity)
+            check_request(request, self._rank.spec, self._capacity)
             self._accept(Job(request=request, sink=sink, submitted=self._clock()))
         except GInferError as error:
             with self._changed:
@@ -160,7 +155,7 @@ class Engine:
         return {
             **self._loop.stats.snapshot(),
             **self._loop.gauges(),
-            "memory": self._backend.ledger(),
+            "memory": self._rank.backend.ledger(),
         }
 
     def check_integrity(self) -> None:
@@ -202,7 +197,7 @@ class Engine:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        self._backend.close()
+        self._rank.backend.close()
 
     def __enter__(self) -> Self:
         return self

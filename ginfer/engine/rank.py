@@ -29,7 +29,7 @@ class Rank:
 
     def __init__(self, spec: ModelSpec, backend: Backend, plan: MemoryPlan) -> None:
         self.backend = backend
-        self._spec = spec
+        self.spec = spec
         num_lanes = plan.num_rows
         self.frontier = np.zeros(num_lanes, np.int32)
         self._next_token = np.zeros(num_lanes, np.int32)
@@ -81,7 +81,7 @@ class Rank:
             state_out=self._slots[lanes],
             selection=selection,
         )
-        result = qwen.forward(self._spec, self.backend, batch)
+        result = qwen.forward(self.spec, self.backend, batch)
         self.frontier[lane] = stop
         if result is not None:
             self._next_token[lane] = result.token_ids[0]
@@ -110,7 +110,7 @@ class Rank:
                 forced=np.array(forced, np.int32),
             ),
         )
-        result = qwen.forward(self._spec, self.backend, batch)
+        result = qwen.forward(self.spec, self.backend, batch)
         assert result is not None
         self.frontier[rows] += 1
         self._next_token[rows] = result.token_ids

@@ -47,7 +47,10 @@ def measure(package: Path, threads: int | None) -> dict[str, tuple[float, str]]:
         "cpu.engine.c8.overhead_us": (overhead, "us/round"),
         "cpu.rss_mb": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6, "MB"),
         "cpu.ready_s": (ready, "s"),
-        "cli.help_ms": (1000 * _best_seconds([sys.executable, "-m", "appliance.cli", "--help"]), "ms"),
+        "cli.help_ms": (
+            1000 * _best_seconds([sys.executable, "-m", "appliance.cli", "--help"]),
+            "ms",
+        ),
     }
 
 

@@ -22,7 +22,7 @@ def test_a_logit_that_is_not_finite_fails_its_row_alone(engine, monkeypatch):
     rng = np.random.default_rng(0)
     prompts = [random_prompt(rng, 50) for _ in range(2)]
     alone = complete(engine, prompts[0], 20, ignore_eos=True).ids
-    select = engine._backend.select
+    select = engine._rank.backend.select
 
     def poisoned(hidden, batch):
         selection = select(hidden, batch)
@@ -30,7 +30,7 @@ def test_a_logit_that_is_not_finite_fails_its_row_alone(engine, monkeypatch):
         finite[(batch.selection.rows == 1) & (batch.selection.positions == 55)] = False
         return dataclasses.replace(selection, finite=finite)
 
-    monkeypatch.setattr(engine._backend, "select", poisoned)
+    monkeypatch.setattr(engine._rank.backend, "select", poisoned)
     good = submit(engine, make_request(prompts[0], 20, ignore_eos=True))
     bad = submit(engine, make_request(prompts[1], 20, ignore_eos=True))
     with pytest.raises(InternalError) as caught:
@@ -54,7 +54,7 @@ def test_a_lost_backend_fails_what_runs_and_refuses_the_rest(engine, monkeypatch
 
     def pull_the_plug(run, event):
         if isinstance(event, Delta) and len(run.ids) == 3:
-            monkeypatch.setattr(engine._backend, "select", fault)
+            monkeypatch.setattr(engine._rank.backend, "select", fault)
 
     runs = []
     for i in range(5):
