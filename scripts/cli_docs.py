@@ -35,11 +35,18 @@ def help_of(*command: str) -> str:
 
 def page() -> str:
     """The whole document."""
-    overview = help_of()
-    listed = overview.partition("Commands:\n")[2]
-    commands = re.findall(r"^  (\w+)  ", listed, flags=re.MULTILINE)
-    texts = [("ginfer", overview), *((f"ginfer {name}", help_of(name)) for name in commands)]
-    return HEAD + "".join(f"\n## {name}\n```\n{text}\n```\n" for name, text in texts)
+    return HEAD + "".join(f"\n## {name}\n```\n{text}\n```\n" for name, text in sections())
+
+
+def sections(*command: str) -> list[tuple[str, str]]:
+    """Title and help of a command and of its subcommands."""
+    text = help_of(*command)
+    listed = text.partition("Commands:\n")[2]
+    inner = re.findall(r"^  (\w+)  ", listed, flags=re.MULTILINE)
+    return [
+        (" ".join(("ginfer", *command)), text),
+        *(section for name in inner for section in sections(*command, name)),
+    ]
 
 
 def main() -> int:

@@ -109,6 +109,7 @@ fma_f32 = ptx_op("fma.rn.f32 $0, $1, $2, $3;", "f", "fff", effects=False)
 and_or = ptx_op("lop3.b32 $0, $1, $2, $3, 0xEA;", "r", "rrr", effects=False)  # (a & b) | c
 permute_bytes = ptx_op("prmt.b32 $0, $1, $2, $3;", "r", "rrr", effects=False)
 div_u32 = ptx_op("div.u32 $0, $1, $2;", "r", "rr", effects=False)  # `//` computes in 64 bits
+first_lane_u32 = ptx_op("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "r", "r")  # warp-uniform
 mma_m16n8k16_bf16 = ptx_op(
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
     "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
@@ -126,6 +127,14 @@ mbarrier_try_wait = ptx_op(
     "r",
     "rr",
 )
+mbarrier_arrive_if = ptx_op(  # predicated, so that a pipeline of wgmma stays one path
+    "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p mbarrier.arrive.shared.b64 _, [$0]; }", "", "rr"
+)
+mbarrier_wait = ptx_op(
+    "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared.b64 p, [$0], $1; @!p bra WAIT; }",
+    "",
+    "rr",
+)
 fence_async_proxy = ptx_op("fence.proxy.async.shared::cta;")
 bulk_copy_to_shared = ptx_op(
     "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
@@ -138,6 +147,12 @@ bulk_stream_to_shared = ptx_op(  # read once: first out of L2
     "[$0], [$1], $2, [$3], p; }",
     "",
     "rlrr",
+)
+tensor_copy_2d_to_shared = ptx_op(  # (shared, tensor map, column, row, barrier)
+    "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[$0], [$1, {$2, $3}], [$4];",
+    "",
+    "rlrrr",
 )
 bulk_prefetch = ptx_op("cp.async.bulk.prefetch.L2.global [$0], $1;", "", "lr")
 

@@ -7,13 +7,13 @@ here.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba import cuda, types
 
-from ginfer.cuda.runtime.jit import CAPABILITIES, compilers
+from ginfer.cuda.runtime.jit import CAPABILITIES, compilers, refuse_after_seal
+from ginfer.cuda.runtime.manifest import CubinRecord
 from ginfer.errors import InternalError
 from ginfer.sizes import align_up
 
@@ -32,49 +32,10 @@ MAX_REGISTERS = 65_536  # per multiprocessor
 MAX_THREADS = 1024
 
 
-class SealedError(InternalError):
-    """Something was to be compiled or loaded after the image had been sealed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CubinRecord:
-    """One compiled kernel: what the manifest knows of it. Sizes in bytes; registers per thread."""
-
-    key: str
-    source: str
-    name: str
-    entry: str
-    signature: tuple[str, ...]
-    threads: int
-    registers: int
-    static_shared: int
-    dynamic_shared: int
-    stack: int
-    spills: int
-    compilers: str
-
-    @property
-    def shared(self) -> int:
-        """Shared memory of a block."""
-        return self.static_shared + self.dynamic_shared
-
-
-class _Seal:
-    """Whether this process may compile."""
-
-    closed = False
-
-
-def seal_compiler() -> None:
-    """Forbid every later compilation in this process."""
-    _Seal.closed = True
-
-
 def compile_ptx(item: Kernel, capability: str) -> tuple[str, str, Build]:
     """Compile to PTX. Returns (PTX text, entry name, build). Raises InternalError naming the kernel
-    when the compiler fails or the code computes in float64, SealedError after seal_compiler()."""
-    if _Seal.closed:
-        raise SealedError(f"kernel {item.name} was to be compiled after the image was sealed")
+    when the compiler fails or the code computes in float64, SealedError after seal()."""
+    refuse_after_seal(f"kernel {item.name} was to be compiled")
     build = item.build()
     options = build.function.targetoptions
     try:
@@ -92,9 +53,16 @@ def compile_ptx(item: Kernel, capability: str) -> tuple[str, str, Build]:
     doubles = [line.strip() for line in text.splitlines() if ".f64" in line]
     if doubles:
         raise InternalError(f"kernel {item.name} computes in float64: {doubles[0]}")
-    entry = re.search(r"\.entry (\w+)", text)
-    assert entry is not None
-    return text, entry.group(1), build
+    entry = item.builder_name.removesuffix("_kernel")
+    return _rename(text, entry), entry, build
+
+
+def _rename(ptx: str, entry: str) -> str:
+    """Give the one kernel of a module a plain name. Numba's counts the compilations of a process,
+    so that equal sources would make different cubins."""
+    (mangled,) = re.findall(r"\.entry (\w+)", ptx)
+    environment = f"_ZN08NumbaEnv{mangled.removeprefix('_ZN')}"
+    return ptx.replace(environment, f"{entry}_environment").replace(mangled, entry)
 
 
 def compile_cubin(item: Kernel, capability: str) -> tuple[CubinRecord, bytes]:
@@ -102,8 +70,8 @@ def compile_cubin(item: Kernel, capability: str) -> tuple[CubinRecord, bytes]:
     spills, computes in float64 or exceeds a limit of the capability."""
     text, entry, build = compile_ptx(item, capability)
     options = LinkerOptions(arch=f"sm_{capability}", ptxas_options=["-v"])
-    linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
     try:
+        linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)
         code = bytes(linker.link("cubin").code)
     except Exception as error:
         raise InternalError(

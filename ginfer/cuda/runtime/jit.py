@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from ginfer.cuda.runtime.sources import sources_digest
-from ginfer.errors import ConfigError
+from ginfer.errors import ConfigError, InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,3 +142,22 @@ def compilers() -> str:
 
 def _hash(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+class SealedError(InternalError):
+    """Something was to be compiled or loaded after seal()."""
+
+
+class _Seal:
+    closed = False
+
+
+def seal() -> None:
+    """Forbid every later compilation and loading of kernels in this process."""
+    _Seal.closed = True
+
+
+def refuse_after_seal(what: str) -> None:
+    """Raise SealedError when the process is sealed."""
+    if _Seal.closed:
+        raise SealedError(f"{what} after the kernel images had been sealed")

@@ -11,7 +11,7 @@ from cuda.bindings import driver
 from ginfer.cuda.runtime.driver import call
 
 if TYPE_CHECKING:
-    from ginfer.cuda.runtime.compiler import CubinRecord
+    from ginfer.cuda.runtime.manifest import CubinRecord
     from ginfer.cuda.runtime.stream import Stream
 
 _TYPES = {

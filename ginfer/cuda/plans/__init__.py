@@ -1,0 +1,1 @@
+"""Launch-plan tables, data only: one module per capability, PLANS maps (op, bucket) to a plan."""

@@ -1,0 +1,88 @@
+"""Compiling without a GPU: what the record says, and what makes a kernel unacceptable."""
+
+from dataclasses import replace
+
+import pytest
+
+from ginfer.cuda.runtime.compiler import breaches, compile_cubin, compile_ptx, static_shared_nbytes
+from ginfer.errors import InternalError
+from tests.cuda import kernels
+
+
+@pytest.fixture(scope="module")
+def record():
+    return compile_cubin(kernels.reverse_kernel(20_000), "90a")[0]
+
+
+def test_record_describes_the_cubin(record):
+    item = kernels.reverse_kernel(20_000)
+    record, code = compile_cubin(item, "90a")
+    assert code[:4] == b"\x7fELF"
+    assert record.entry.encode() in code
+    assert (record.key, record.source) == (item.key("90a"), item.source("90a"))
+    assert (record.threads, record.dynamic_shared, record.static_shared) == (128, 80_000, 0)
+    assert 0 < record.registers <= 255
+    assert (record.spills, record.stack) == (0, 0)
+    assert "numba-cuda" in record.compilers
+
+
+def test_ptx_targets_the_capability_and_has_a_plain_name():
+    text, entry, _ = compile_ptx(kernels.scale_kernel(256, 3), "86")
+    assert ".target sm_86" in text
+    assert ".entry scale(" in text
+    assert entry == "scale"
+    assert "_ZN" not in text
+
+
+def test_equal_kernels_are_equal_bytes_whatever_was_compiled_before():
+    tile, reverse = kernels.tile_kernel(512), kernels.reverse_kernel(8)
+    first = compile_cubin(tile, "90a")
+    compile_cubin(reverse, "90a")
+    assert compile_cubin(tile, "90a") == first
+
+
+def test_fixed_shared_arrays_are_counted_with_their_alignment():
+    ptx = """
+        .visible .shared .align 4 .b8 a[6];
+        .visible .shared .align 8 .b8 b[96];
+        .extern .shared .align 4 .b8 c[];
+    """
+    assert static_shared_nbytes(ptx) == 104
+    assert compile_cubin(kernels.tile_kernel(1024), "90a")[0].static_shared == 8
+
+
+@pytest.mark.parametrize(
+    ("item", "says"),
+    [
+        (kernels.double_kernel(), r"kernel double\(\) computes in float64"),
+        (kernels.wrong_kernel(), r"kernel wrong\(\) does not compile for sm_90a"),
+        (kernels.spilling_kernel(), r"kernel spilling\(\) on sm_90a spills \d+ bytes"),
+    ],
+)
+def test_an_unacceptable_kernel_is_named(item, says):
+    with pytest.raises(InternalError, match=says):
+        compile_cubin(item, "90a")
+
+
+def test_shared_memory_is_limited_by_the_capability(record):
+    with pytest.raises(
+        InternalError, match=r"needs 120000 bytes of shared memory; a block has 101"
+    ):
+        compile_cubin(kernels.reverse_kernel(30_000), "86")
+    assert breaches(record, "90a") == []
+    exactly = replace(record, dynamic_shared=227 << 10, static_shared=0)
+    assert breaches(exactly, "90a") == []
+    assert len(breaches(replace(exactly, static_shared=4), "90a")) == 1
+
+
+def test_registers_and_threads_are_limited(record):
+    assert breaches(replace(record, registers=64, threads=1024), "80") == []
+    (text,) = breaches(replace(record, registers=65, threads=1024), "80")
+    assert "needs 73728 registers" in text
+    (text,) = breaches(replace(record, registers=8, threads=1056), "80")
+    assert "has 1056 threads" in text
+
+
+def test_instructions_that_a_capability_lacks_are_an_error_that_names_the_kernel():
+    with pytest.raises(InternalError, match=r"kernel add\(256\) does not link for sm_80: "):
+        compile_cubin(kernels.add_kernel(256), "80")
