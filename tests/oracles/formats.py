@@ -33,7 +33,7 @@ def decode(
 ) -> NDArray[np.float32]:
     """Represented values of a payload, float32 of `shape` (padding dropped). FP8 and NVFP4 are not
     covered. Raises ValueError when the payload has the wrong length."""
-    raw = np.frombuffer(memoryview(data), np.uint8)
+    raw = np.frombuffer(data, np.uint8)
     if raw.size != payload_nbytes(fmt, layout, shape):
         raise ValueError(f"{raw.size} bytes, {payload_nbytes(fmt, layout, shape)} expected")
     if layout is Layout.TILE:
