@@ -47,10 +47,13 @@ def slot_nbytes(spec: ModelSpec) -> int:
 def plan_memory(config: EngineConfig, spec: ModelSpec, available_nbytes: int) -> Capacity:
     """Resolve every 'auto'. Raises ConfigError with both numbers when the options do not fit the
     model, each other, or the memory that is available."""
-    max_context = _max_context(config, spec)
-    context_pages = div_ceil(max_context, PAGE_TOKENS)
-    num_pages = _num_pages(config, spec, context_pages)
     num_slots = config.max_concurrency * (1 + IDLE_SLOTS_PER_LANE * config.prefix_reuse)
+    for_pages = available_nbytes - num_slots * slot_nbytes(spec)
+    affordable = for_pages // page_nbytes(spec)
+    max_context = _max_context(config, spec, affordable)
+    context_pages = div_ceil(max_context, PAGE_TOKENS)
+    modest = min(AUTO_KV_NBYTES // page_nbytes(spec), affordable)
+    num_pages = _num_pages(config, context_pages, modest)
     nbytes = num_pages * page_nbytes(spec) + num_slots * slot_nbytes(spec)
     if nbytes > available_nbytes:
         raise ConfigError(
@@ -74,9 +77,13 @@ def prefill_chunk(config: EngineConfig, max_context: int) -> int:
     return min(config.prefill_chunk, align_up(max_context, PAGE_TOKENS))
 
 
-def _max_context(config: EngineConfig, spec: ModelSpec) -> int:
+def _max_context(config: EngineConfig, spec: ModelSpec, affordable_pages: int) -> int:
+    """The context asked for; without a wish the native one, or as much of it as K/V can hold."""
     if config.max_context is None:
-        return spec.max_context
+        pages = affordable_pages
+        if config.kv_capacity is not None:
+            pages = config.kv_capacity // PAGE_TOKENS
+        return min(spec.max_context, max(pages, config.max_concurrency) * PAGE_TOKENS)
     if config.max_context > spec.max_context:
         raise ConfigError(
             f"max_context is {config.max_context}; the model's native context is "
@@ -86,17 +93,16 @@ def _max_context(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_context
 
 
-def _num_pages(config: EngineConfig, spec: ModelSpec, context_pages: int) -> int:
+def _num_pages(config: EngineConfig, context_pages: int, modest: int) -> int:
+    """Pages asked for; without a wish enough for all lanes, within what is modest."""
     least = max(context_pages, config.max_concurrency)
     if config.kv_capacity is None:
-        affordable = AUTO_KV_NBYTES // page_nbytes(spec)
-        return max(least, min(affordable, config.max_concurrency * context_pages))
+        return max(least, min(modest, config.max_concurrency * context_pages))
     num_pages = config.kv_capacity // PAGE_TOKENS
     if num_pages < least:
         raise ConfigError(
-            f"kv_capacity is {config.kv_capacity} tokens; max_context and max_concurrency "
-            f"{config.max_concurrency} need at least {least * PAGE_TOKENS}; raise kv_capacity or "
-            "lower max_context",
+            f"kv_capacity is {config.kv_capacity} tokens; max_context and max_concurrency need at "
+            f"least {least * PAGE_TOKENS}; raise kv_capacity or lower the others",
             param="kv_capacity",
         )
     return num_pages

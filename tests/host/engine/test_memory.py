@@ -37,6 +37,16 @@ def test_automatic_capacity_always_holds_one_request():
     assert plan(QWEN_27B.spec).kv_capacity == 262_144
 
 
+def test_automatic_context_is_what_the_memory_holds():
+    assert plan(kv_capacity=5000).max_context == 4992
+    assert plan(kv_capacity=1 << 20).max_context == 16_384
+    small = plan(QWEN_27B.spec, available=10 * GIB)
+    assert 64 * 1024 < small.max_context < 262_144
+    assert small.nbytes <= 10 * GIB
+    assert small.kv_capacity == small.max_context
+    assert plan(available=GIB // 8).nbytes <= GIB // 8
+
+
 def test_explicit_capacity_is_taken_in_whole_pages():
     assert plan(max_context=1000, kv_capacity=2100).kv_capacity == 2048
     assert plan(max_context=1000).plan.max_pages_per_row == 16
@@ -47,9 +57,10 @@ def test_explicit_capacity_is_taken_in_whole_pages():
     ("options", "param", "numbers"),
     [
         ({"max_context": 20_000}, "max_context", ("20000", "16384")),
-        ({"kv_capacity": 16_383}, "kv_capacity", ("16383", "16384")),
+        ({"kv_capacity": 16_383, "max_context": 16_384}, "kv_capacity", ("16383", "16384")),
         ({"kv_capacity": 448, "max_context": 64}, "kv_capacity", ("448", "512")),
-        ({"available": GIB // 8}, "max_context", ("128.0 MiB", "293.4")),
+        ({"available": GIB // 32}, "max_context", ("32.0 MiB", "38.4")),
+        ({"available": GIB // 32, "max_context": 16_384}, "max_context", ("32.0 MiB", "69.4")),
         ({"available": GIB // 8, "kv_capacity": 131_072}, "kv_capacity", ("128.0 MiB", "293.4")),
     ],
 )
