@@ -1,4 +1,4 @@
-"""The frontend of the demo model from its resource files, and short hands for conversations."""
+"""The frontend of the demo model from its package, and short hands for conversations."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ginfer.artifact import Package
 from ginfer.frontend.qwen import QwenFrontend
 from ginfer.prompt import ContentPart, Message, Tool, ToolCall
 
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "appliance/demo/qwen3.8-demo-groupwise-int.ginfer"
 
 
 @cache
 def demo_resources() -> dict[str, bytes]:
     """Resource files of the demo model, by name."""
-    return {path.name: path.read_bytes() for path in (GOLDEN / "qwen3.8-demo").iterdir()}
+    with Package.open(PACKAGE) as package:
+        return {n.removeprefix("frontend/"): package.resource(n) for n in package.resources}
 
 
 @cache
@@ -28,7 +31,8 @@ def demo_frontend() -> QwenFrontend:
 @cache
 def golden_chats() -> list[dict[str, Any]]:
     """Conversations with rendered prompt, ids and greedy answer, made by Transformers."""
-    cases: list[dict[str, Any]] = json.loads((GOLDEN / "frontend_chat.json").read_text())
+    golden = json.loads((ROOT / "tests/golden/chat_bf16.json").read_text())
+    cases: list[dict[str, Any]] = golden["cases"]
     return cases
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ginfer.prompt import PromptOptions
-from tests.frontends import GOLDEN, demo_frontend, wire_message, wire_tool
+from tests.frontends import demo_frontend, demo_resources, wire_message, wire_tool
 
 TEXT = st.lists(
     st.one_of(
@@ -94,4 +96,7 @@ def test_random_conversations_equal_transformers(
 def _transformers() -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(GOLDEN / "qwen3.8-demo")
+    with TemporaryDirectory() as folder:
+        for name, data in demo_resources().items():
+            (Path(folder) / name).write_bytes(data)
+        return AutoTokenizer.from_pretrained(folder)
