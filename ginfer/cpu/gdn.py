@@ -38,6 +38,7 @@ from ginfer.spec import PAGE_TOKENS
 
 CHUNK = PAGE_TOKENS
 _L2_EPS = np.float32(1e-6)
+_FORGOTTEN = np.float32(-60.0)
 
 
 class Shape(NamedTuple):
@@ -65,6 +66,13 @@ class Rows(NamedTuple):
     starts: np.ndarray
     state_in: np.ndarray
     state_out: np.ndarray
+
+
+@device
+def _decay(x):
+    """e^x for x <= 0, 0 below e^-60: what is left of it would only make subnormal numbers, each of
+    which costs a hundred ordinary operations."""
+    return exp(x) if x > _FORGOTTEN else ZERO
 
 
 @device
@@ -163,7 +171,7 @@ def _decode_item(b, kh, out, mix, ab, state, conv, rows, w, shape, eps, scratch)
         for vh in range(kh * heads, (kh + 1) * heads):
             _convolve(v, mix, t0, t, old, w.taps, v0 + vh * V)
             g, beta = _gates(ab, t, vh, HV, w)
-            _step(state[rows.state_out[b], vh], o, q_k, v, exp(g), beta, K, V)
+            _step(state[rows.state_out[b], vh], o, q_k, v, _decay(g), beta, K, V)
             at, z = vh * V, z0 + vh * V
             gated_norm_row(out[t, at : at + V], o[:V], w.norm, mix[t, z : z + V], eps)
     for part in range(2):
@@ -220,7 +228,7 @@ def _chunk_products(t0, n, x, qo, ko, X, G, beta, scratch, K):
     for i in range(n):
         left, right = kk[i * CHUNK : (i + 1) * CHUNK], qk[i * CHUNK : (i + 1) * CHUNK]
         for j in range(i + 1):
-            decay = exp(G[i] - G[j])
+            decay = _decay(G[i] - G[j])
             left[j] *= -beta[i] * decay
             right[j] *= decay
     return kk, qk
@@ -238,7 +246,7 @@ def _chunk(t0, n, vh, r, y, ab, S, w, shape, scratch):
     for i in range(n):
         g, beta[i] = _gates(ab, t0 + i, vh, HV, w)
         total += g
-        G[i], E[i] = total, exp(total)
+        G[i], E[i] = total, _decay(total)
     kk, qk = _chunk_products(t0, n, x, qo, ko, X, G, beta, scratch[3 * CHUNK :], K)
     rest = scratch[3 * CHUNK + 2 * CHUNK * CHUNK + K * CHUNK :]
     u, k_decayed = rest[: CHUNK * V], rest[CHUNK * V : CHUNK * (V + K)]
@@ -254,7 +262,11 @@ def _chunk(t0, n, vh, r, y, ab, S, w, shape, scratch):
     multiply_add_lower(u, 0, V, kk, 0, CHUNK, u, 0, V, n, V, 0, 1, n)
     multiply_add_lower(r, 0, V, qk, 0, CHUNK, u, 0, V, n, V, 1, 1, n)
     for i in range(n):
-        decay, key, kept = exp(total - G[i]), y[t0 + i, ko : ko + K], k_decayed[i * K : (i + 1) * K]
+        decay, key, kept = (
+            _decay(total - G[i]),
+            y[t0 + i, ko : ko + K],
+            k_decayed[i * K : (i + 1) * K],
+        )
         for d in range(K):
             kept[d] = key[d] * decay
     for i in range(K * V):

@@ -1,0 +1,160 @@
+"""Attention of the CPU image: oracle, block and page borders, poison, independence of the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ginfer.batch import Phase
+from tests.models.cpu.kernels import PAGE, Attention, batch_of
+from tests.oracles.attention import attention, round_bf16
+from tests.oracles.norm import rms_norm, sigmoid
+from tests.oracles.rope import rotate
+from tests.tolerances import ATTENTION_F32
+
+PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
+SHAPES = [(1, 1, 32), (3, 1, 256), (4, 2, 64), (6, 1, 48), (5, 5, 40)]
+
+
+def _inputs(a: Attention, T: int, seed: int = 0) -> np.ndarray:
+    r = np.random.default_rng(seed)
+    return r.standard_normal((T, 2 * (a.H + a.G) * a.D)).astype(np.float32)
+
+
+def _pages(rows: int, per_row: int, total: int, seed: int = 1) -> np.ndarray:
+    """Fragmented page table: a random choice of different pages."""
+    return np.random.default_rng(seed).permutation(total)[: rows * per_row].reshape(rows, per_row)
+
+
+def _oracle(a: Attention, qkgv: np.ndarray, start: int, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Expected output for columns that follow `start` tokens; k, v: the whole history."""
+    T, width = qkgv.shape[0], a.H * a.D
+    positions = np.tile(np.arange(start, start + T), (3, 1))
+    q = rms_norm(qkgv[:, :width].reshape(-1, a.D), a.w_q, 1e-6).reshape(T, a.H, a.D)
+    q = rotate(q, positions, 1e4, a.sections)
+    gate = qkgv[:, width + a.G * a.D : 2 * width + a.G * a.D]
+    out = attention(q, k, v, start, a.D**-0.5).reshape(T, width)
+    return out * sigmoid(gate)
+
+
+def _expected_kv(a: Attention, qkgv: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray]:
+    T, width, kv = qkgv.shape[0], a.H * a.D, a.G * a.D
+    positions = np.tile(np.arange(start, start + T), (3, 1))
+    k = rms_norm(qkgv[:, width : width + kv].reshape(-1, a.D), a.w_k, 1e-6)
+    k = rotate(k.reshape(T, a.G, a.D), positions, 1e4, a.sections)
+    return k, round_bf16(qkgv[:, 2 * width + kv :]).reshape(T, a.G, a.D)
+
+
+@pytest.mark.parametrize(("H", "G", "D"), SHAPES)
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 131])
+def test_prefill_from_nothing_follows_the_oracle(H: int, G: int, D: int, T: int) -> None:
+    a = Attention(H, G, D, pages=5)
+    pages, qkgv = _pages(1, 3, 5), _inputs(a, T)
+    out = a.run(batch_of(PREFILL, [T], [0], pages), qkgv)
+    k, v = a.history(pages, 0, T)
+    want_k, want_v = _expected_kv(a, qkgv, 0)
+    np.testing.assert_array_equal(v, want_v)
+    np.testing.assert_allclose(k, want_k, rtol=2**-8, atol=1e-6)
+    ATTENTION_F32.check(out, _oracle(a, qkgv, 0, k, v))
+
+
+@pytest.mark.parametrize("phase", [PREFILL, DECODE])
+def test_packed_rows_with_histories_follow_the_oracle(phase: Phase) -> None:
+    a = Attention(3, 1, 64, pages=40)
+    lengths, starts = [1, 70, 3, 1], [0, 100, 255, 320]
+    pages = _pages(4, 6, 40)
+    first = batch_of(PREFILL, starts, [0] * 4, pages)
+    a.run(first, _inputs(a, sum(starts), seed=5))
+    qkgv = _inputs(a, sum(lengths), seed=6)
+    out = a.run(batch_of(phase, lengths, starts, pages), qkgv)
+    for row, t in enumerate(np.cumsum([0, *lengths[:-1]])):
+        columns = slice(t, t + lengths[row])
+        k, v = a.history(pages, row, starts[row] + lengths[row])
+        ATTENTION_F32.check(out[columns], _oracle(a, qkgv[columns], starts[row], k, v), str(row))
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 2047, 2048, 2049, 4200])
+def test_block_borders_follow_the_oracle_in_both_families(length: int) -> None:
+    a = Attention(2, 1, 32, pages=70)
+    pages = _pages(1, 66, 70)
+    qkgv = _inputs(a, length + 1)
+    out = a.run(batch_of(PREFILL, [length], [0], pages), qkgv[:length])
+    k, v = a.history(pages, 0, length)
+    tail = slice(length - 3, length)
+    ATTENTION_F32.check(out[tail], _oracle(a, qkgv[tail], length - 3, k, v), "prefill")
+    last = a.run(batch_of(DECODE, [1], [length], pages), qkgv[length:])
+    k, v = a.history(pages, 0, length + 1)
+    ATTENTION_F32.check(last, _oracle(a, qkgv[length:], length, k, v), "decode")
+
+
+@pytest.mark.parametrize("cuts", [[128], [64, 640], [1, 2, 3], [300, 301, 2048], [777]])
+def test_prefill_gives_the_same_bits_for_any_cut(cuts: list[int]) -> None:
+    T = 2200
+    whole, parts = Attention(3, 1, 64, pages=36), Attention(3, 1, 64, pages=36)
+    qkgv, pages = _inputs(whole, T), _pages(1, 36, 36)
+    want = whole.run(batch_of(PREFILL, [T], [0], pages), qkgv)
+    got = []
+    for t0, t1 in zip([0, *cuts], [*cuts, T]):
+        got.append(parts.run(batch_of(PREFILL, [t1 - t0], [t0], pages), qkgv[t0:t1]))
+    np.testing.assert_array_equal(np.concatenate(got), want)
+    np.testing.assert_array_equal(parts.kv, whole.kv)
+
+
+@pytest.mark.parametrize("phase", [PREFILL, DECODE])
+def test_a_row_has_the_same_bits_alone_and_in_company(phase: Phase) -> None:
+    lengths, starts = [5, 1, 66, 2], [300, 0, 63, 511]
+    pages = _pages(4, 10, 40)
+    together, alone = Attention(4, 2, 48, pages=40), Attention(4, 2, 48, pages=40)
+    past, new = _inputs(together, sum(starts), seed=2), _inputs(together, sum(lengths), seed=3)
+    for a in (together, alone):
+        a.run(batch_of(PREFILL, starts, [0] * 4, pages), past)
+    want = together.run(batch_of(phase, lengths, starts, pages), new)
+    for row, t in enumerate(np.cumsum([0, *lengths[:-1]])):
+        columns = slice(t, t + lengths[row])
+        batch = batch_of(phase, [lengths[row]], [starts[row]], pages[row : row + 1])
+        np.testing.assert_array_equal(alone.run(batch, new[columns]), want[columns])
+
+
+def test_decode_columns_have_the_same_bits_one_by_one() -> None:
+    pages = _pages(1, 10, 12)
+    together, single = Attention(3, 1, 64, pages=12), Attention(3, 1, 64, pages=12)
+    past, new = _inputs(together, 250, seed=2), _inputs(together, 9, seed=3)
+    for a in (together, single):
+        a.run(batch_of(PREFILL, [250], [0], pages), past)
+    want = together.run(batch_of(DECODE, [9], [250], pages), new)
+    for i in range(9):
+        got = single.run(batch_of(DECODE, [1], [250 + i], pages), new[i : i + 1])
+        np.testing.assert_array_equal(got, want[i : i + 1])
+
+
+def test_append_touches_only_its_own_tokens_and_layer() -> None:
+    a = Attention(2, 2, 32, pages=4)
+    pages = np.array([[2, 0]])
+    a.run(batch_of(PREFILL, [70], [0], pages), _inputs(a, 70))
+    before = a.kv.copy()
+    a.run(batch_of(DECODE, [1], [70], pages), _inputs(a, 1, seed=9))
+    changed = np.argwhere(before != a.kv)
+    assert set(changed[:, 0]) == {0}  # the second page of the row
+    assert set(changed[:, 1]) == {1}
+    index = changed[:, 4]
+    token = np.where(changed[:, 2] == 0, index % PAGE, index // a.D)
+    assert set(token) == {70 - PAGE}
+
+
+@pytest.mark.parametrize("phase", [PREFILL, DECODE])
+def test_nan_stays_in_its_row(phase: Phase) -> None:
+    a = Attention(2, 1, 32, pages=4)
+    qkgv = _inputs(a, 4)
+    qkgv[2] = np.nan
+    out = a.run(batch_of(phase, [2, 1, 1], [0, 0, 0], _pages(3, 1, 4)), qkgv)
+    assert np.isnan(out[2]).all()
+    assert np.isfinite(out[[0, 1, 3]]).all()
+
+
+def test_decode_merges_from_the_left_whatever_the_order_of_threads() -> None:
+    a = Attention(1, 1, 32, pages=20)
+    pages, qkgv = _pages(1, 18, 20), _inputs(a, 1101)
+    a.run(batch_of(PREFILL, [1100], [0], pages), qkgv[:1100])
+    runs = [a.run(batch_of(DECODE, [1], [1100], pages), qkgv[1100:]) for _ in range(5)]
+    for run in runs[1:]:
+        np.testing.assert_array_equal(run, runs[0])
