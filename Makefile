@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help run install fmt fmt-check lint type size tree docs check test test-long test-service \
-        test-oracle verify bench warm serve pack golden dist clean
+        test-oracle verify bench compile test-gpu warm serve pack golden dist clean
 
 help:  ## Print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -79,6 +79,12 @@ check: fmt-check lint type tree size  ## The gate before each commit, together w
 
 bench: $(VENV)/.test  ## Measure the CPU image and record it in docs/performance/summary.json
 	$(PY) -m tests.bench.cpu_engine --write
+
+compile: $(VENV)/.test  ## Every kernel x plan x capability to a cubin, as a table (no GPU; FRESH=1 from nothing)
+	@$(PY) -m scripts.compile_all $(if $(FRESH),--fresh)
+
+test-gpu: $(VENV)/.test  ## Tests on the GPU of this machine, recorded in docs/performance
+	$(PY) -m scripts.gpu_tests
 
 warm: $(VENV)/.run  ## Compile the CPU kernels into the cache
 	$(PY) -c 'from ginfer.engine.warm import warm; warm()'
