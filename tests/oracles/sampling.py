@@ -85,7 +85,8 @@ def select(logits: np.ndarray, request: Request, counts: np.ndarray) -> Choice:
             distances.append(abs(running / total - request.top_p))
             if running >= request.top_p * total:
                 break
-        distances.append(abs(w - request.min_p))
+        if request.min_p > 0:
+            distances.append(abs(w - request.min_p))
     u, cumulative, token = uniform(request.seed, request.position, request.purpose), 0.0, None
     for i, w in zip(order[:kept], weights):
         cumulative += w
