@@ -1,7 +1,4 @@
-"""Criteria of numeric tests: they belong to an operator and its precision, never to a kernel.
-
-Loosening one is a reviewed change.
-"""
+"""Error bounds by operator profile, not by kernel or shape; to loosen one is a reviewed change."""
 
 from __future__ import annotations
 
@@ -11,34 +8,31 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """Bounds for sums: relative L2 error, and largest error <= absolute + relative * max |ref|."""
+class Bound:
+    """Of a reduction: relative L2 norm, and max error <= absolute + relative * max |want|."""
 
     l2: float
     absolute: float
     relative: float
 
-    def check(self, actual: np.ndarray, expected: np.ndarray, what: str = "") -> None:
-        """Fail when a bound is broken or a value is not finite."""
-        assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
-        assert np.isfinite(actual).all(), f"{what}: not finite"
-        error = np.abs(actual.astype(np.float64) - expected)
-        scale = np.linalg.norm(expected)
-        l2 = np.linalg.norm(error) / scale if scale else np.linalg.norm(error)
-        bound = self.absolute + self.relative * np.abs(expected).max(initial=0.0)
-        assert l2 <= self.l2, f"{what}: relative L2 {l2:.3g} > {self.l2}"
-        worst = error.max(initial=0.0)
-        assert worst <= bound, f"{what}: largest error {worst:.3g} > {bound:.3g}"
+    def check(self, got: np.ndarray, want: np.ndarray, what: str = "") -> None:
+        """Raise AssertionError when `got` is not finite or not within the bound of `want`."""
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert got.shape == want.shape, (what, got.shape, want.shape)
+        assert np.isfinite(got).all(), f"{what}: not finite"
+        error = np.abs(got - want)
+        l2, scale = np.linalg.norm(error), np.linalg.norm(want)
+        assert l2 <= self.l2 * scale, f"{what}: relative L2 {l2 / scale:.3g}, bound {self.l2}"
+        worst, bound = error.max(), self.absolute + self.relative * np.abs(want).max()
+        assert worst <= bound, f"{what}: largest error {worst:.3g}, bound {bound:.3g}"
 
 
-# float32 throughout: rounding only
-NORM_F32 = Reduction(l2=1e-6, absolute=1e-6, relative=1e-6)
-ROPE_F32 = Reduction(l2=1e-6, absolute=1e-6, relative=1e-6)
-CONV_F32 = Reduction(l2=1e-6, absolute=1e-6, relative=1e-6)
-# K and V in BF16, the oracle reads the same BF16 values
-ATTENTION_BF16 = Reduction(l2=2.8e-3, absolute=1.0e-3, relative=2.7e-3)
-ATTENTION_F32 = Reduction(l2=2e-6, absolute=1e-6, relative=2e-6)
-GDN_OUTPUT = Reduction(l2=4.1e-3, absolute=5e-6, relative=5.5e-3)
-GDN_STATE = Reduction(l2=2.7e-3, absolute=1e-5, relative=3.9e-3)
-GDN_F32 = Reduction(l2=2e-5, absolute=1e-6, relative=2e-5)
-MODEL_LOGITS = Reduction(l2=2e-3, absolute=2e-3, relative=4e-3)
+LINEAR_BF16 = Bound(1 / 256, 1 / 256, 2 / 256)  # linear, BF16 activations
+GDN_OUTPUT = Bound(4.1e-3, 5e-6, 5.5e-3)
+GDN_STATE = Bound(2.7e-3, 1e-5, 3.9e-3)
+# The CPU image computes in float32 from the same represented inputs: rounding of sums only.
+NORM_F32 = Bound(1e-6, 1e-6, 1e-6)
+ROPE_F32 = Bound(1e-6, 1e-6, 1e-6)
+ATTENTION_F32 = Bound(2e-6, 1e-6, 2e-6)
+GDN_F32 = Bound(2e-5, 1e-6, 2e-5)
+MODEL_LOGPROBS = Bound(1e-3, 1e-3, 1e-3)  # whole model: K and V round to BF16 near their ties
