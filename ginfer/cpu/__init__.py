@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from ginfer.env import CACHE_DIR
@@ -17,24 +18,30 @@ from ginfer.env import CACHE_DIR
 INLINED = ("product.py", "scalar.py", "simd.py", "kv_codec.py", "norm.py", "rope.py")
 
 
+def _cache_root() -> Path:
+    """$GINFER_CACHE_DIR, else the user's cache folder."""
+    if CACHE_DIR.read():
+        return Path(CACHE_DIR.read())
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "ginfer"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ginfer"
+
+
 def kernel_cache_dir() -> Path:
-    """Folder of compiled kernels: $GINFER_CACHE_DIR or the user's cache folder, then a digest."""
-    configured = CACHE_DIR.read()
-    if configured:
-        root = Path(configured)
-    elif sys.platform == "darwin":
-        root = Path.home() / "Library" / "Caches" / "ginfer"
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ginfer"
+    """Folder of compiled kernels, made if need be; a fresh temporary one where none can be."""
     digest = hashlib.sha256()
     for name in INLINED:
         digest.update((Path(__file__).parent / name).read_bytes())
-    return root / f"cpu-{digest.hexdigest()[:12]}"
+    try:
+        folder = _cache_root() / f"cpu-{digest.hexdigest()[:12]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(folder)
+    except (OSError, RuntimeError):  # RuntimeError: no home
+        return Path(tempfile.mkdtemp(prefix="ginfer-"))
+    return folder
 
 
 os.environ["NUMBA_CACHE_DIR"] = str(kernel_cache_dir())
-# Threads that spin at the end of a parallel region cost a scheduler slice per region as soon as
-# another process wants their core; sleeping costs 5 us. Read when OpenMP is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "numba" in sys.modules:
     sys.modules["numba"].config.reload_config()

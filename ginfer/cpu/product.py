@@ -19,8 +19,15 @@ from numba.extending import intrinsic as _intrinsic
 LANES = 16
 intrinsic: Any = _intrinsic
 
-_options: Any = {"cache": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-device: Any = njit(**_options)  # functions that kernels call: without an entry for Python
+# Functions that kernels call: without an entry for Python, and without the check for division by
+# zero that would keep loops from being vectorised.
+_options: Any = {
+    "cache": True,
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+device: Any = njit(**_options)
 
 
 @intrinsic
