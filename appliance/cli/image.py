@@ -98,7 +98,7 @@ def list_images() -> None:
 def prune() -> None:
     """Remove compiled kernels that are out of date."""
     catalog, builder = runtime("catalog"), runtime("build")
-    removed = 0
+    removed = builder.prune_ptx()
     for capability in runtime("jit").CAPABILITIES:
         removed += builder.prune_image(catalog.kernels_of(capability, every=True), capability)
     click.echo(f"{removed} files removed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -14,6 +15,7 @@ from ginfer.cuda.runtime.manifest import (
     cubin_path,
     edit_manifest,
     image_folder,
+    ptx_folder,
     read_manifest,
     write_atomically,
 )
@@ -79,7 +81,8 @@ def _compile_all(
     if not items:
         return
     workers = min(processes or os.cpu_count() or 1, len(items))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_spare_collections) as pool:
         jobs = {pool.submit(_compile_to_folder, item, capability): item for item in items}
         try:
             yield from ((jobs[job].name, job) for job in as_completed(jobs))
@@ -87,11 +90,25 @@ def _compile_all(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _spare_collections() -> None:
+    """The compiler makes millions of objects that live as long as one kernel: collect rarely."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
+
+
 def _compile_to_folder(item: Kernel, capability: str) -> CubinRecord:
-    record, code = compile_cubin(item, capability)
+    record, code = compile_cubin(item, capability, ptx_folder=ptx_folder())
     path = cubin_path(image_folder(capability), record)
     write_atomically(path, code)
     return record
+
+
+def prune_ptx() -> int:
+    """Remove what builds keep for other capabilities; return how many files."""
+    files = list(ptx_folder().glob("*"))
+    for path in files:
+        path.unlink()
+    return len(files)
 
 
 def prune_image(items: Iterable[Kernel], capability: str) -> int:

@@ -13,11 +13,13 @@ from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba import cuda, types
 
 from ginfer.cuda.runtime.jit import CAPABILITIES, compilers, refuse_after_seal
-from ginfer.cuda.runtime.manifest import CubinRecord
+from ginfer.cuda.runtime.manifest import CubinRecord, write_atomically
 from ginfer.errors import InternalError
 from ginfer.sizes import align_up
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ginfer.cuda.runtime.jit import Build, Kernel
 
 MAX_SHARED_NBYTES = {  # per block, static and dynamic together
@@ -27,6 +29,14 @@ MAX_SHARED_NBYTES = {  # per block, static and dynamic together
     "90": 227 << 10,
     "90a": 227 << 10,
     "120a": 99 << 10,
+}
+PTX_OF = {  # capabilities with the same instructions share the work of Numba, most of a compilation
+    "80": "80",
+    "86": "80",
+    "89": "80",
+    "90": "80",
+    "90a": "90a",
+    "120a": "120a",
 }
 MAX_REGISTERS = 65_536  # per multiprocessor
 MAX_THREADS = 1024
@@ -42,7 +52,7 @@ def compile_ptx(item: Kernel, capability: str) -> tuple[str, str, Build]:
         text, _ = cuda.compile_ptx(
             build.function.py_func,
             tuple(getattr(types, t) for t in item.signature),
-            cc=CAPABILITIES[capability],
+            cc=CAPABILITIES[PTX_OF[capability]],
             fastmath=bool(options.get("fastmath")),
             launch_bounds=options.get("launch_bounds", build.threads),
         )
@@ -65,10 +75,27 @@ def _rename(ptx: str, entry: str) -> str:
     return ptx.replace(environment, f"{entry}_environment").replace(mangled, entry)
 
 
-def compile_cubin(item: Kernel, capability: str) -> tuple[CubinRecord, bytes]:
-    """Compile and link one kernel. Raises InternalError naming the kernel when it does not compile,
-    spills, computes in float64 or exceeds a limit of the capability."""
+def _shared_ptx(item: Kernel, capability: str, folder: Path | None) -> tuple[str, str, Build]:
+    """As compile_ptx(), through a file in `folder` where several capabilities share the PTX."""
+    owner = PTX_OF[capability]
+    if folder is None or list(PTX_OF.values()).count(owner) == 1:
+        return compile_ptx(item, capability)
+    path = folder / f"{item.key(owner)}.ptx"
+    if path.exists():
+        return path.read_text(), item.builder_name.removesuffix("_kernel"), item.build()
     text, entry, build = compile_ptx(item, capability)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, text.encode())
+    return text, entry, build
+
+
+def compile_cubin(
+    item: Kernel, capability: str, *, ptx_folder: Path | None = None
+) -> tuple[CubinRecord, bytes]:
+    """Compile and link one kernel; ptx_folder keeps PTX that other capabilities can use. Raises
+    InternalError naming the kernel when it does not compile, spills, computes in float64 or exceeds
+    a limit of the capability."""
+    text, entry, build = _shared_ptx(item, capability, ptx_folder)
     options = LinkerOptions(arch=f"sm_{capability}", ptxas_options=["-v"])
     try:
         linker = Linker(ObjectCode.from_ptx(text.encode()), options=options)

@@ -34,10 +34,14 @@ class Function:
         found = driver.cuModuleGetFunction(self.module, record.entry.encode())
         self.handle = call(f"find {name}", found)
         if record.dynamic_shared:
-            attributes = driver.CUfunction_attribute
-            limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            done = driver.cuFuncSetAttribute(self.handle, limit, record.dynamic_shared)
-            call(f"shared memory of {name}", done)
+            self._set("MAX_DYNAMIC_SHARED_SIZE_BYTES", record.dynamic_shared)
+            # one split of L1 and shared memory, or kernels that follow each other cannot overlap
+            self._set("PREFERRED_SHARED_MEMORY_CARVEOUT", 100)
+
+    def _set(self, attribute: str, value: int) -> None:
+        which = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{attribute}")
+        done = driver.cuFuncSetAttribute(self.handle, which, value)
+        call(f"{attribute} of {self.record.name}", done)
 
     def occupancy(self) -> int:
         """Blocks of this kernel that one multiprocessor of the current device holds at a time."""

@@ -50,6 +50,11 @@ def image_folder(capability: str) -> Path:
     return (Path(configured) if configured else user) / "images" / f"sm_{capability}"
 
 
+def ptx_folder() -> Path:
+    """Where builds keep PTX that several capabilities share; never read by anything else."""
+    return image_folder("80").parent / "ptx"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageState:
     """An image on disk against the kernels that it should hold."""

@@ -27,11 +27,26 @@ def test_record_describes_the_cubin(record):
 
 
 def test_ptx_targets_the_capability_and_has_a_plain_name():
-    text, entry, _ = compile_ptx(kernels.scale_kernel(256, 3), "86")
-    assert ".target sm_86" in text
+    text, entry, _ = compile_ptx(kernels.scale_kernel(256, 3), "90a")
+    assert ".target sm_90a" in text
     assert ".entry scale(" in text
     assert entry == "scale"
     assert "_ZN" not in text
+
+
+def test_capabilities_with_the_same_instructions_share_their_ptx(tmp_path):
+    item = kernels.scale_kernel(256, 7)
+    alone = {c: compile_cubin(item, c) for c in ("80", "86", "89", "90")}
+    assert len({code for _, code in alone.values()}) == 4
+    shared = {c: compile_cubin(item, c, ptx_folder=tmp_path) for c in alone}
+    assert shared == alone
+    (path,) = tmp_path.iterdir()
+    assert ".target sm_80" in path.read_text()
+    path.write_text("nonsense")  # is what the next one reads
+    with pytest.raises(InternalError, match="does not link for sm_86"):
+        compile_cubin(item, "86", ptx_folder=tmp_path)
+    compile_cubin(item, "90a", ptx_folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_equal_kernels_are_equal_bytes_whatever_was_compiled_before():
