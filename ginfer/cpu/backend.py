@@ -188,9 +188,12 @@ class CpuBackend:
         T, F = batch.num_columns, self._axes.size
         cos, sin = self._view("cos", T, F), self._view("sin", T, F)
         self._staged = stage(batch, cos, sin)
+        ids = self._staged.token_ids
+        assert ids.min(initial=0) >= 0
+        assert ids.max(initial=0) < self._spec.vocab_size  # kernels do not check
         rope_table(cos, sin, self._staged.positions, self._axes, self._inv_freq)
         hidden = self._view("hidden", T, self._spec.hidden_size)
-        embedding_rows(hidden, self._staged.token_ids, self._model.embedding)
+        embedding_rows(hidden, ids, self._model.embedding)
         return hidden
 
     def attention_block(self, hidden: F32, layer_idx: int, batch: ForwardBatch) -> None:
@@ -274,6 +277,7 @@ class CpuBackend:
         assert batch.selection is not None
         wanted, V = batch.selection, self._spec.vocab_size
         draws, R = stage_draws(wanted), len(wanted.columns)
+        assert draws.forced.max(initial=-1) < self._spec.num_token_ids
         num_top = max(wanted.num_top, 0)
         chosen = sampling.Chosen(
             np.zeros(R, np.int32),

@@ -246,3 +246,11 @@ def test_ledger_and_close(tensors) -> None:
     assert ledger["counts"] == 8 * SPEC.num_token_ids * 4
     rig.backend.close()
     rig.backend.close()
+
+
+def test_ids_outside_the_vocabulary_never_reach_a_kernel(rig) -> None:
+    for bad in (-1, SPEC.vocab_size):
+        with pytest.raises(AssertionError):
+            rig.run(PREFILL, [Part([bad], 0, PAGES)])
+    with pytest.raises(AssertionError):
+        rig.run(PREFILL, [Part([0], 0, PAGES)], [0], forced=np.array([SPEC.num_token_ids]))
