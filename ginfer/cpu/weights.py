@@ -67,6 +67,7 @@ class _Table:
         return PackedTensor(name=name, shape=shape, format=BF16, layout=Layout.TILE, data=nothing)
 
     def matrix(self, name: str, N: int, K: int) -> LinearWeight:
+        """The tensor [N, K], ready for the linear operators."""
         return prepare(self._take(name, (N, K)))
 
     def vector(self, name: str, *shape: int, plus: float = 0.0) -> F32:
