@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-import orjson
 
 from appliance.cli.answer import Answer
 from appliance.cli.load_bar import LoadBar
@@ -85,6 +84,8 @@ def command(package: Path, **options: Any) -> None:
     The answer goes to stdout; reasoning, progress and a summary go to stderr.
     """
     check_thinking(options)
+    if options["raw_output"] and options["thinking_budget"] is not None:
+        raise click.UsageError("--raw-output excludes --thinking-budget")
     chat = build_chat(options)
     raw, show_ids = options.pop("raw_output"), options.pop("print_token_ids")
     stops = tuple(
@@ -141,11 +142,9 @@ def read(path: Path) -> dict[str, Any]:
     """The members messages and tools of a messages file. Raises ConfigError naming the file."""
     try:
         data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-        content = orjson.loads(data)
+        content = checks.decoded(data, "the content")
         if isinstance(content, list):
             return {"messages": content}
         return checks.members(content, "file", ("messages", "tools"))
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not JSON: {error}", param="messages") from None
     except (OSError, RequestError) as error:
         raise ConfigError(f"{path}: {error}", param="messages") from None

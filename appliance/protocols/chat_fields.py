@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from appliance.protocols import checks
 from appliance.protocols.chat_messages import parse_messages, parse_tool_choice, parse_tools
-from ginfer.engine.request import MAX_TOP_LOGPROBS
+from ginfer.engine.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 from ginfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_TOKENS = (1 << 31) - 1
 MAX_SEED = (1 << 64) - 1
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 
@@ -84,8 +86,10 @@ def _stop(value: Any, path: str) -> tuple[str, ...]:
 def _logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
     """(token id, bias) by ascending id."""
     pairs = {}
-    for key, bias in checks.mapping(value, path).items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 9):
+    if len(checks.mapping(value, path)) > MAX_LOGIT_BIAS:
+        raise checks.wrong(path, value, f"at most {MAX_LOGIT_BIAS} tokens")
+    for key, bias in value.items():
+        if not TOKEN_ID.fullmatch(key):
             raise checks.wrong(f"{path}.{key}", key, "a token id as the member's name")
         pairs[int(key)] = checks.number(bias, f"{path}.{key}", -100, 100)
     return tuple(sorted(pairs.items()))
@@ -186,7 +190,9 @@ FIELDS: dict[str, Field] = {
         Verdict.OBEYED, _number(-2, 2), "-2 to 2; counts generated tokens; at temperature 0 too"
     ),
     "logit_bias": Field(
-        Verdict.OBEYED, _logit_bias, "object: token id → -100 to 100, added to the logit"
+        Verdict.OBEYED,
+        _logit_bias,
+        f"object: token id → -100 to 100, added to the logit; at most {MAX_LOGIT_BIAS} tokens",
     ),
     "seed": Field(
         Verdict.OBEYED,

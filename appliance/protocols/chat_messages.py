@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from appliance.protocols import checks
 from ginfer.errors import RequestError
 from ginfer.prompt import ContentPart, Message, Tool, ToolCall
@@ -178,8 +176,10 @@ def _arguments(value: Any, path: str) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:
-        parsed = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        parsed = checks.decoded(text)
+    except RequestError as error:
+        if error.code == "duplicate_member":
+            raise RequestError(f"{path}: {error.message}", code=error.code, param=path) from None
         parsed = None
     if not isinstance(parsed, dict):
         raise checks.wrong(path, text, "a string that holds a JSON object")

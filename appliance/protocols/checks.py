@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from ginfer.errors import RequestError, UnsupportedError
 
@@ -13,9 +16,40 @@ SHOWN_CHARS = 60
 MAX_DEPTH = 64
 
 
+def decoded(data: bytes | str, path: str = "body") -> Any:
+    """The value of a JSON text; integers of any size stay exact.
+
+    Raises RequestError: invalid_json, or duplicate_member for an object that has a member twice,
+    because readers disagree about which one counts."""
+    text = data if isinstance(data, str) else data.decode(errors="surrogateescape")
+    try:
+        orjson.loads(data)  # refuses what the next line lets pass: NaN, infinity, lone surrogates
+        return json.loads(text, object_pairs_hook=_once)
+    except orjson.JSONDecodeError as error:
+        why = str(error)
+    except RecursionError:
+        why = "it nests too deep"
+    raise RequestError(f"{path} is not JSON: {why}", code="invalid_json")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose members all have different names."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        message = f"the member {shown(twice)} is given twice in one object; give it once"
+        raise RequestError(message, code="duplicate_member", param=twice)
+    return found
+
+
 def shown(value: object) -> str:
-    """A wire value as an error message quotes it: short."""
-    text = repr(value)
+    """A wire value as an error message quotes it: short, whatever it holds."""
+    if isinstance(value, list):
+        return f"an array of {len(value)}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)}"
+    text = repr(value[:SHOWN_CHARS]) if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 3] + "..."
 
 
@@ -97,6 +131,7 @@ def shallow(value: dict[str, Any], path: str) -> dict[str, Any]:
 
 def unknown(path: str) -> RequestError:
     """The error for a member that the protocol does not have."""
+    path = path or "''"
     return RequestError(
         f"{path} is not a parameter of this request; remove it",
         code="unknown_parameter",

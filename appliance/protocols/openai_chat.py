@@ -42,6 +42,8 @@ __all__ = [
     "prompt_options",
 ]
 
+MESSAGE_CHARS = 1000  # an error may quote a name of any length
+PARAM_CHARS = 200
 SAMPLING_FIELDS = tuple(SamplingOverrides.__dataclass_fields__)
 
 
@@ -180,9 +182,13 @@ def error_body(error: GInferError) -> dict[str, Any]:
     """The error object, for a response body and for an event of a stream alike."""
     return {
         "error": {
-            "message": error.message,
+            "message": _cut(error.message, MESSAGE_CHARS),
             "type": error_type(error.status),
-            "param": error.param,
+            "param": error.param and _cut(error.param, PARAM_CHARS),
             "code": error.code,
         }
     }
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."

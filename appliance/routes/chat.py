@@ -12,6 +12,7 @@ from sanic.response import HTTPResponse
 
 from appliance import sse
 from appliance.errors import as_error
+from appliance.protocols.checks import decoded
 from appliance.protocols.openai_chat import (
     Identity,
     ResponseBuilder,
@@ -22,7 +23,7 @@ from appliance.protocols.openai_chat import (
 from appliance.routes.body import read_body
 from appliance.routes.models import model_not_found
 from ginfer.engine.request import Delta, Failed, Finished
-from ginfer.errors import ContextLengthError, InternalError, RequestError
+from ginfer.errors import ContextLengthError, InternalError
 
 if TYPE_CHECKING:
     from sanic import Request
@@ -71,10 +72,7 @@ async def chat_completions(request: Request[App, Any]) -> HTTPResponse | None:
 
 def _prepare(context: ServerContext, body: bytes) -> Job:
     """Check, render and tokenise. Raises RequestError, or HttpError for another model."""
-    try:
-        chat = parse_request(orjson.loads(body), defaults=context.config.defaults)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not JSON: {error}", code="invalid_json") from None
+    chat = parse_request(decoded(body), defaults=context.config.defaults)
     if chat.model != context.model_id:
         raise model_not_found(chat.model, context.model_id)
     frontend = context.frontend

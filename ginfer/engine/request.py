@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ginfer.prompt import PreparedPrompt
 
 MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
 
 
 class FinishReason(StrEnum):
@@ -64,6 +65,11 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not low <= value < high:
                 raise RequestError(f"{name} is {value}; legal: {low} to {high - 1}", param=name)
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias names {len(self.logit_bias)} tokens; legal: up to {MAX_LOGIT_BIAS}",
+                param="logit_bias",
+            )
         for token_id, value in self.logit_bias:
             if not (isfinite(value) and -100 <= value <= 100):
                 raise RequestError(

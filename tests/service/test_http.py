@@ -77,6 +77,7 @@ def test_a_body_that_is_not_json_is_400(server: Server, body: bytes) -> None:
         ({"temperature": 1e400}, "invalid_json", None),
         ({"tool_choice": "required"}, "tool_choice_not_supported", "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format_not_supported", None),
+        ({"logit_bias": {str(10**8 + i): 1 for i in range(40_000)}}, "invalid_value", "logit_bias"),
     ],
 )
 def test_bad_values_are_400_by_name(
@@ -94,6 +95,15 @@ def test_bad_values_are_400_by_name(
 @pytest.mark.parametrize("body", [b"[]", b"7", b'"text"', b"null"])
 def test_json_that_is_no_object_is_400(server: Server, body: bytes) -> None:
     assert server.post(body)[0] == 400
+
+
+@pytest.mark.parametrize("field", ["temperature", "user", "messages", "stop", "x"])
+def test_a_field_of_any_depth_costs_no_500(server: Server, field: str) -> None:
+    value = f'"{field}": '.encode() + b"[" * 1000 + b"]" * 1000
+    whole = orjson.dumps(ask("Hello!", max_tokens=1) | {"stop": None}).replace(b'"stop":null,', b"")
+    status, error = server.post(b"{" + value + b"," + whole.removeprefix(b"{"))
+    assert status == 400
+    assert _code(error) in ("invalid_json", "invalid_type", "duplicate_member", "unknown_parameter")
 
 
 @pytest.mark.parametrize("depth", [100, 330, 480])

@@ -368,7 +368,6 @@ MARKUP = st.one_of(
 SOUP = st.lists(MARKUP, max_size=14).map("".join)
 
 
-@given(SOUP, st.data())
 def same_for_any_cut(text: str, data: st.DataObject) -> None:
     whole = parse(text)
     assert parse(*text) == whole
@@ -380,7 +379,7 @@ def same_for_any_cut(text: str, data: st.DataObject) -> None:
     "count", [PROPERTY.max_examples, pytest.param(8_000, marks=pytest.mark.long)]
 )
 def test_any_cut_of_any_text_gives_the_same_events(count: int) -> None:
-    settings(PROPERTY, max_examples=count)(same_for_any_cut)()
+    settings(PROPERTY, max_examples=count)(given(SOUP, st.data())(same_for_any_cut))()
 
 
 @PROPERTY

@@ -30,6 +30,14 @@ def body(**fields):
     return {"model": "demo", "messages": [{"role": "user", "content": "Hi"}], **fields}
 
 
+def nested(depth):
+    """An array in an array, and so on."""
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 def parse(**fields):
     """The checked minimal request with more fields."""
     return parse_request(body(**fields), defaults=DEFAULTS)

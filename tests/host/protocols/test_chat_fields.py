@@ -17,7 +17,7 @@ from ginfer.engine.request import StopString
 from ginfer.errors import OverloadedError, RequestError, UnsupportedError
 from ginfer.frontend.base import SamplingDefaults
 from ginfer.prompt import PreparedPrompt, PromptOptions
-from tests.host.protocols.bodies import CALL, DEFAULTS, WEATHER, body, parse
+from tests.host.protocols.bodies import CALL, DEFAULTS, WEATHER, body, nested, parse
 
 PRESET = SamplingDefaults(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=0.5)
 PROMPT = PreparedPrompt(token_ids=None)
@@ -152,6 +152,10 @@ MALFORMED = [
     ({"logit_bias": {"x": 1}}, "logit_bias.x", "invalid_value"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1", "invalid_value"),
     ({"logit_bias": []}, "logit_bias", "invalid_type"),
+    ({"logit_bias": {"07": 1}}, "logit_bias.07", "invalid_value"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_value"),
+    ({"temperature": nested(900)}, "temperature", "invalid_type"),
+    ({"user": nested(900)}, "user", "invalid_type"),
     ({"logprobs": 1}, "logprobs", "invalid_type"),
     ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),

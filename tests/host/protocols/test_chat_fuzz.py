@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appliance.protocols.chat_fields import FIELDS
+from appliance.protocols.checks import decoded
 from appliance.protocols.openai_chat import ChatRequest, parse_request
 from ginfer.errors import RequestError
 from ginfer.frontend.base import SamplingDefaults
@@ -54,7 +55,7 @@ VALID = body(
 def parse_or_refuse(wire):
     """Parse what the server would decode; the outcome is a request, or a RequestError (None)."""
     try:
-        request = parse_request(orjson.loads(orjson.dumps(wire)), defaults=DEFAULTS)
+        request = parse_request(decoded(orjson.dumps(wire)), defaults=DEFAULTS)
     except RequestError as caught:
         error = caught
     else:
