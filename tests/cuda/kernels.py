@@ -168,6 +168,22 @@ def spilling_kernel():
     return Build(spilling, threads)
 
 
+@kernel(int64, uint32)
+def stack_kernel():
+    """Indexes a local array by a value, so that it lies in a stack frame."""
+    words = 64
+
+    @cuda.jit(launch_bounds=32)
+    def stack(y, n):
+        v = cuda.local.array(words, uint32)
+        for i in range(n):
+            v[(uint32(i) * n) & uint32(63)] = uint32(i)
+        for i in range(n):
+            st_global_u32(y + int64(i) * 4, v[uint32(i) & uint32(63)])
+
+    return Build(stack, 32)
+
+
 ANYWHERE = (scale_kernel(256, 3), fault_kernel(), reverse_kernel(20_000), meet_kernel())
 SM_90 = (add_kernel(256), tile_kernel(1024))
 

@@ -93,8 +93,8 @@ def compile_cubin(
     item: Kernel, capability: str, *, ptx_folder: Path | None = None
 ) -> tuple[CubinRecord, bytes]:
     """Compile and link one kernel; ptx_folder keeps PTX that other capabilities can use. Raises
-    InternalError naming the kernel when it does not compile, spills, computes in float64 or exceeds
-    a limit of the capability."""
+    InternalError naming the kernel when it does not compile, spills, has a stack frame, computes in
+    float64 or exceeds a limit of the capability."""
     text, entry, build = _shared_ptx(item, capability, ptx_folder)
     options = LinkerOptions(arch=f"sm_{capability}", ptxas_options=["-v"])
     try:
@@ -130,6 +130,9 @@ def breaches(record: CubinRecord, capability: str) -> list[str]:
     registers = align_up(record.registers, 8) * align_up(record.threads, 128)
     found = {
         f"spills {record.spills} bytes": record.spills > 0,
+        # the driver would allocate it for every thread of the GPU at the first launch
+        f"has a stack frame of {record.stack} bytes; index local arrays by constants": record.stack
+        > 0,
         f"needs {record.shared} bytes of shared memory; a block has {limit}": record.shared > limit,
         f"needs {registers} registers; a multiprocessor has {MAX_REGISTERS}": registers
         > MAX_REGISTERS,

@@ -71,6 +71,7 @@ def test_fixed_shared_arrays_are_counted_with_their_alignment():
     [
         (kernels.double_kernel(), r"kernel double\(\) computes in float64"),
         (kernels.wrong_kernel(), r"kernel wrong\(\) does not compile for sm_90a"),
+        (kernels.stack_kernel(), r"kernel stack\(\) on sm_90a has a stack frame of \d+ bytes"),
         (kernels.spilling_kernel(), r"kernel spilling\(\) on sm_90a spills \d+ bytes"),
     ],
 )
