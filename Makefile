@@ -4,13 +4,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PY     := $(BIN)/python
 ONCE   ?=
+DEMO   := appliance/demo/qwen3.8-demo-groupwise-int.ginfer
 HOST_THREADS := $(shell nproc 2>/dev/null || echo 2)
 
 export PYTHONDONTWRITEBYTECODE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help run install fmt fmt-check lint type size tree docs check test test-long test-service \
-        test-oracle verify bench compile test-gpu warm serve pack golden dist clean
+        test-oracle bench compile test-gpu warm serve pack golden dist clean
 
 help:  ## Print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -56,7 +57,7 @@ fmt: $(VENV)/.dev  ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-fmt-check: $(VENV)/.dev
+fmt-check: $(VENV)/.dev  ## Whether the code is formatted
 	@$(BIN)/ruff format --check --quiet .
 
 lint: $(VENV)/.dev  ## Ruff
@@ -87,7 +88,7 @@ test-gpu: $(VENV)/.test  ## Tests on the GPU of this machine, recorded in docs/p
 	$(PY) -m scripts.gpu_tests
 
 warm: $(VENV)/.run  ## Compile the CPU kernels into the cache
-	$(PY) -c 'from ginfer.engine.warm import warm; warm()'
+	@$(BIN)/ginfer $(DEMO) --prompt 'Hello!' --max-new 1
 
 pack: $(VENV)/.test  ## Pack a checkpoint: make pack FROM=folder TO=file.ginfer MODEL=qwen3.8-demo WEIGHTS=groupwise-int
 	$(PY) -m scripts.pack $(FROM) $(TO) --model $(MODEL) --weights $(WEIGHTS)

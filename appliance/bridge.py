@@ -57,7 +57,7 @@ class EngineBridge:
         self._streams: dict[str, EventStream] = {}
         self._answers: dict[str, asyncio.Future[None]] = {}
         self._stats_waiters: list[asyncio.Future[dict[str, Any]]] = []
-        self.num_restarts = 0
+        self._num_restarts = 0
 
     @property
     def info(self) -> EngineInfo | None:
@@ -68,6 +68,11 @@ class EngineBridge:
     def state(self) -> EngineState:
         """Where the engine is in its life."""
         return self._state
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine was lost and started again."""
+        return self._num_restarts
 
     @property
     def pid(self) -> int | None:
@@ -159,7 +164,7 @@ class EngineBridge:
                 pause = RESTART_FIRST_S
             logger.error("%s; restarting in %.0f s", reason, pause)
             self._set_state(EnginePhase.RESTARTING, f"{reason}; the engine is restarting")
-            self.num_restarts += 1
+            self._num_restarts += 1
             await asyncio.sleep(pause)
             pause = min(2 * pause, RESTART_MAX_S)
 

@@ -109,10 +109,6 @@ class EventStream:
             self._arrived.set()
             self._on_close(self.request_id)
 
-    async def aclose(self) -> None:
-        """`close`, for `contextlib.aclosing`."""
-        self.close()
-
     def __aiter__(self) -> EventStream:
         return self
 
@@ -137,6 +133,10 @@ class EngineClient(Protocol):
     @property
     def state(self) -> EngineState:
         """Where the engine is in its life."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine was lost and started again."""
 
     async def submit(self, request: Request) -> EventStream:
         """Hand a request over; returns once the engine has put it into its queue.

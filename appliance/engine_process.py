@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from appliance import wire_values
 from appliance.engine_client import EventBuffer
+from appliance.stages import describe
 from appliance.wire import PROTOCOL_VERSION, Frame, FrameDecoder, FrameType, WireError, encode
 from ginfer import Engine
 from ginfer.engine.request import Failed
@@ -93,7 +94,7 @@ class EngineProcess:
         self._outbox = Outbox(sock)
         self._engine: Engine | None = None
         self._fault: queue.SimpleQueue[GInferError] = queue.SimpleQueue()
-        self._reported = ("", 0.0)
+        self._stage = ("load", 0, 0)  # of the start, how much is done, of how much
 
     def run(self) -> int:
         """Open the engine and serve; returns only after a fault, with the exit status."""
@@ -117,18 +118,24 @@ class EngineProcess:
 
     def _open(self, config: EngineConfig) -> None:
         self._outbox.put(Frame(FrameType.HELLO, {"version": PROTOCOL_VERSION}))
-        engine = Engine.open(config, self._on_progress)
+        over = threading.Event()
+        threading.Thread(target=self._report, args=(over,), name="progress", daemon=True).start()
+        try:
+            engine = Engine.open(config, self._on_progress)
+        finally:
+            over.set()
         engine.on_failure = self._fault.put
         self._engine = engine
         self._outbox.put(Frame(FrameType.READY, {"info": engine.info}))
 
     def _on_progress(self, stage: str, done: int, total: int) -> None:
-        """Report each new stage, and a long one now and then."""
-        last, when = self._reported
-        now = time.monotonic()
-        if stage != last or now - when > PROGRESS_S:
-            self._reported = (stage, now)
-            text = f"{stage} {100 * done // max(total, 1)} %"
+        self._stage = (stage, done, total)
+
+    def _report(self, over: threading.Event) -> None:
+        """Tell now and then where a start stands, whether or not it moves."""
+        began = time.monotonic()
+        while not over.wait(PROGRESS_S):
+            text = describe(*self._stage, time.monotonic() - began)
             self._outbox.put(Frame(FrameType.PROGRESS, {"text": text}))
 
     def _frames(self) -> Iterator[Frame]:

@@ -6,11 +6,12 @@ import sys
 from threading import Lock, Timer
 from typing import TYPE_CHECKING, Self
 
+from appliance.stages import STAGES
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 PATIENCE_S = 2.0
-STAGES = {"verify": "Checking", "load": "Loading", "prepare": "Preparing kernels"}
 
 
 class LoadBar:

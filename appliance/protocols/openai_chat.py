@@ -70,18 +70,12 @@ class ChatRequest:
     thinking_budget: int | None = None
     stream: bool = False
     include_usage: bool = False
-    n: int = 1
     accepted_without_effect: tuple[str, ...] = ()
 
     @property
     def active_tools(self) -> tuple[Tool, ...]:
         """The tools that the model is shown and may call."""
         return () if self.tool_choice == "none" else self.tools
-
-    @property
-    def seed(self) -> int | None:
-        """The explicit seed, if any."""
-        return self.sampling.seed
 
     @property
     def has_tool_history(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sanic import Blueprint
 from sanic.response import text
 
-from appliance.metrics import CONTENT_TYPE, GAUGE, number, render_engine
+from appliance.metrics import CONTENT_TYPE, COUNTER, GAUGE, number, render_engine
 from ginfer.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ async def metrics(request: Request[App, Any]) -> HTTPResponse:
     context = request.app.ctx
     lines = [*number("ginfer_ready", context.unready_reason is None, GAUGE)]
     lines += number("ginfer_tasks", len(asyncio.all_tasks()), GAUGE)
+    lines += number("ginfer_engine_restarts_total", context.client.num_restarts, COUNTER)
     lines += context.http_stats.render()
     with suppress(UnavailableError):  # ginfer_ready says so
         lines += render_engine(await context.client.stats())

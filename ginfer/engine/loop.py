@@ -257,7 +257,12 @@ class RoundLoop:
         """Complete a request: free what it holds, then tell its sink."""
         output, request_id = job.output, job.request.request_id
         assert output is not None
-        rest = output.end(ending) if output.ending is None else []
+        try:
+            rest = output.end(ending) if output.ending is None else []
+        except Exception as error:
+            log.exception("request %s cannot be ended", request_id)
+            self._fail(job, InternalError(f"the request failed: {error!r}"))
+            return
         ending = output.ending or ending  # a stop string may hide in the text held back
         timings = self._timings(job)
         self._release(job, keep=True)

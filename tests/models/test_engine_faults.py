@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -42,6 +43,30 @@ def test_a_logit_that_is_not_finite_fails_its_row_alone(engine, monkeypatch):
     stats = engine.stats()
     assert stats["failed"] == {"nonfinite_logits": 1}
     assert stats["kept_prefixes"] == 1, "a history with a bad value must not be reused"
+
+
+@pytest.mark.parametrize("where", ["running", "waiting"])
+def test_a_decoder_that_cannot_end_costs_its_request_alone(engine, monkeypatch, where):
+    rng = np.random.default_rng(2)
+    count = 2 if where == "running" else 4  # in three lanes
+    requests = [make_request(random_prompt(rng, 50), 400, ignore_eos=True) for _ in range(count)]
+    runs = [submit(engine, request) for request in requests]
+    while not all(run.ids for run in runs[:3]):
+        time.sleep(0.01)
+
+    def fault(self):
+        raise RuntimeError("no end")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ginfer.frontend.channels.QwenStreamDecoder.finish", fault)
+        engine.cancel(requests[-1].request_id)
+        with pytest.raises(InternalError, match="no end"):
+            runs[-1].wait()
+    for run in runs[:-1]:
+        engine.cancel(run.request.request_id)
+        run.wait()
+    engine.check_integrity()
+    assert engine.failed is None
 
 
 def test_a_lost_backend_fails_what_runs_and_refuses_the_rest(engine, monkeypatch):

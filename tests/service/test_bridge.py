@@ -19,12 +19,16 @@ from appliance.wire import PROTOCOL_VERSION, Frame, FrameDecoder, FrameType, enc
 from ginfer import EngineConfig
 from ginfer.engine.request import (
     Delta,
+    EngineInfo,
     Event,
     Failed,
     Finished,
     FinishReason,
     Request,
     SamplingParams,
+    Started,
+    Timings,
+    Usage,
 )
 from ginfer.errors import (
     ContextLengthError,
@@ -33,7 +37,7 @@ from ginfer.errors import (
     RequestError,
     UnavailableError,
 )
-from ginfer.prompt import PreparedPrompt
+from ginfer.prompt import Channel, PreparedPrompt
 from tests.service.launch import PACKAGE
 from tests.service.server import ROOT, kill9, wait_gone
 
@@ -168,6 +172,90 @@ def test_an_engine_that_never_started_is_not_tried_again(tmp_path: Path) -> None
         return bridge
 
     assert asyncio.run(run()).state.phase is EnginePhase.STOPPED
+
+
+class Recorder:
+    """Stands for the child of a bridge: takes frames, says nothing."""
+
+    def __init__(self) -> None:
+        self.sent: list[Frame] = []
+
+    def send(self, frame: Frame) -> None:
+        """Keep a frame."""
+        self.sent.append(frame)
+
+
+EVENTS: tuple[Event, ...] = (
+    Started(request_id="a", prompt_tokens=3, cached_tokens=0, reuse_path="none"),
+    Delta(request_id="a", channel=Channel.CONTENT, text="x", token_ids=(5,)),
+    Finished(
+        request_id="a",
+        reason=FinishReason.OUTPUT_LIMIT,
+        usage=Usage(prompt_tokens=3, cached_tokens=0, completion_tokens=1, reasoning_tokens=0),
+        timings=Timings(),
+    ),
+)
+
+
+@pytest.mark.parametrize("num_before", range(len(EVENTS) + 1))
+def test_events_that_come_before_the_acceptance_are_kept_in_order(num_before: int) -> None:
+    """The engine's loop may be faster than the thread that answers a submission."""
+
+    async def run() -> list[Event]:
+        bridge, child = EngineBridge(_config()), Recorder()
+        bridge._child = child  # type: ignore[assignment]
+        info = EngineInfo(
+            **dict.fromkeys(("model_id", "weights_id", "package_digest", "backend"), "x"),
+            **dict.fromkeys(("max_context", "kv_capacity", "max_concurrency", "max_pending"), 1),
+        )
+        bridge._dispatch(_frame(Frame(FrameType.READY, {"info": info})))
+        submission = asyncio.create_task(bridge.submit(_request("a")))
+        await asyncio.sleep(0)
+        frames = [frame for event in EVENTS for frame in wire_values.encode_event(event)]
+        frames.insert(num_before, Frame(FrameType.ACCEPTED, {"request_id": "a"}))
+        for frame in frames:
+            bridge._dispatch(_frame(frame))
+        stream = await submission
+        events = [event async for event in stream]
+        stream.close()
+        assert [frame.type for frame in child.sent] == [FrameType.SUBMIT], "nothing to cancel"
+        assert not bridge._streams
+        assert not bridge._answers
+        return events
+
+    assert asyncio.run(run()) == list(EVENTS)
+
+
+def _frame(frame: Frame) -> Frame:
+    """A frame as it arrives."""
+    (arrived,) = FrameDecoder().feed(encode(frame))
+    return arrived
+
+
+def test_a_start_tells_where_it_stands() -> None:
+    """A first start compiles for a minute; here it is asked every few milliseconds."""
+    ours, theirs = socket.socketpair()
+    hasty = (
+        "import socket, sys; from appliance import engine_process as p; p.PROGRESS_S = 0.01;"
+        "p.EngineProcess(socket.socket(fileno=int(sys.argv[1]))).run()"
+    )
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", hasty, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+        )
+    with ours:
+        ours.settimeout(280)
+        ours.sendall(HELLO_FRAME)
+        decoder, frames = FrameDecoder(), list[Frame]()
+        while not frames or frames[-1].type is not FrameType.READY:
+            frames += decoder.feed(ours.recv(65536))
+    assert process.wait(10) == 0
+    lines = [f.header["text"] for f in frames if f.type is FrameType.PROGRESS]
+    assert len(lines) > 3
+    assert all(line.endswith(" s") for line in lines)
+    assert any(line.startswith("Preparing kernels") for line in lines)
 
 
 @pytest.fixture

@@ -70,6 +70,7 @@ def test_kill_9_of_the_engine_costs_only_the_running_requests(doomed: Server) ->
 
     _wait_ready(doomed)
     assert doomed.engine_pid != pid
+    assert doomed.metrics()["ginfer_engine_restarts_total"] == 1
     assert _hello(doomed) == ANSWERS["Hello!"]
     assert any("SIGKILL" in line for line in doomed.lines)
 
