@@ -66,6 +66,11 @@ def build_image(
     if faults:
         raise faults[0]
     have |= made
+    changed = [item for item in wanted if item.source(capability) not in have]
+    if changed:
+        raise InternalError(
+            f"the source of {changed[0].name} changed during the build; build again"
+        )
     return [have[item.source(capability)] for item in wanted]
 
 

@@ -131,6 +131,13 @@ def test_builds_at_the_same_time_keep_the_kernels_of_both(folder):
     assert image_state((*ITEMS, *more), "80").current == 4
 
 
+def test_a_source_that_changes_during_the_build_is_named(folder, monkeypatch):
+    monkeypatch.setattr("ginfer.cuda.runtime.jit.sources_digest", lambda module: "older")
+    monkeypatch.setattr("ginfer.cuda.runtime.jit._source", _uncached_source())
+    with pytest.raises(InternalError, match=r"the source of fault\(\) changed during the build"):
+        rebuild((fault_kernel(),))
+
+
 def test_a_write_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "manifest.json"
     manifest.write_atomically(path, b"old")
