@@ -26,6 +26,7 @@ CODES = {
     405: "method_not_allowed",
     408: "request_timeout",
     413: "request_too_large",
+    415: "encoding_not_supported",
     417: "expectation_failed",
     503: "service_unavailable",
 }

@@ -20,9 +20,13 @@ LINGER_S = 10.0
 async def read_body(request: Request[Any, Any], config: ApplianceConfig, place: Place) -> bytes:
     """The whole body, counted in `place`.
 
-    Raises HttpError 413 beyond the limit, 408 when it takes too long; OverloadedError when the
-    bodies of all requests together are too large."""
+    Raises HttpError 413 beyond the limit, 408 when it takes too long, 415 when it is encoded;
+    OverloadedError when the bodies of all requests together are too large."""
     limit = config.max_request_nbytes
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.lower() != "identity":
+        message = f"content-encoding {coding[:60]!r} is not supported; send the body as it is"
+        raise HttpError(415, message, param="content-encoding")
     stream: Any = request.stream
     transport: Any = request.transport
     if int(request.headers.get("content-length", "0")) > limit:

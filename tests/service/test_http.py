@@ -179,6 +179,13 @@ def test_a_chunked_request_body_is_read(server: Server) -> None:
     assert answer["choices"][0]["message"]["content"] == ANSWERS["Hello!"]
 
 
+def test_an_encoded_body_is_refused_by_name(server: Server) -> None:
+    status, error = server.post(ask("Hello!"), **{"Content-Encoding": "gzip"})
+    assert (status, _code(error)) == (415, "encoding_not_supported")
+    assert error["error"]["param"] == "content-encoding"
+    assert server.post(ask("Hello!", max_tokens=1), **{"Content-Encoding": "identity"})[0] == 200
+
+
 def test_a_body_that_never_comes_is_408(narrow: Server) -> None:
     with narrow.connect() as sock:
         sock.sendall(head(b"x" * 100) + b"{")
