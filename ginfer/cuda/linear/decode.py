@@ -1,0 +1,485 @@
+"""Linear for decode on sm_90: y[t, n] = sum_k x[t, k] * W[n, k], weights read once from HBM.
+
+Legend: N rows of W, K columns of W, T tokens (columns of the batch), NT = tiles of 8 tokens.
+
+Work is a list of items, taken in turns by persistent blocks: an item is all of K, or one of the
+slices of K, for RB blocks of 128 rows. Rows that do not fill the machine evenly are sliced and
+come first: their exchange hides behind the whole rows that follow. A producer warp streams the
+weights of an item into a ring with bulk copies, before the wait for the previous kernel; another
+one streams the tokens after it (in one warp the wait would stop the weights too). Consumer warps
+own 16 M rows each. A scale group is one chain of mma.m16n8k16 that starts at zero and is scaled and
+added in FP32, in ascending k. A slice's sum starts at zero; the last block to arrive adds the
+slices in ascending order. Slices are a function of (N, K), see `k_slices`, and no plan changes an
+order: a column has the same bits at every width.
+
+Tokens arrive in fragment order: [k tile of 64][NT][half 0..1][lane][16 B], where a lane holds b0,
+b1 of k16 steps 2 half and 2 half + 1 (token = lane / 4, k = 2 (lane % 4) + 0, 1 and + 8). Padding
+of K and of tokens is zero in that buffer. `x_offset` gives the place of an element.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from numba import cuda, float32, int64, uint32
+
+from ginfer.cuda.lib.ptx import (
+    atomic_inc_u32,
+    bf16_from_f32,
+    bulk_copy_to_shared,
+    div_u32,
+    exp2_approx,
+    f32_from_bits,
+    fence_async_proxy,
+    fma_f32,
+    ld_global_f32x4,
+    ld_global_u16,
+    ld_shared_f32,
+    ld_shared_u32,
+    ld_shared_u32x4,
+    let_next_kernel_start,
+    mbarrier_arrive,
+    mbarrier_expect_bytes,
+    mbarrier_init,
+    mbarrier_try_wait,
+    mma_m16n8k16_bf16,
+    named_barrier,
+    shared_address,
+    st_global_f32,
+    st_global_f32x4,
+    st_global_u16,
+    st_shared_f32,
+    st_shared_u32,
+    wait_for_previous_kernel,
+)
+from ginfer.cuda.linear.unpack import UNPACK
+from ginfer.cuda.runtime.jit import Build, kernel
+
+X_TILE = 1024  # bytes of 8 tokens x 64 columns
+SLICE_TILES = 4  # slices of K begin at multiples of 256 columns
+ALIGNMENT = 128
+
+
+class Epilogue(IntEnum):
+    """What happens to the sums."""
+
+    STORE_BF16 = 0  # y [T, N] BF16
+    STORE_F32 = 1  # y [T, N] FP32
+    ADD_BF16 = 2  # y [T, N] BF16 += sums
+    SILU_UP = 3  # y in fragment order of the next linear: silu(gate) * up
+
+
+def x_offset(t, k, num_col_tiles):
+    """Byte offset of element (token t, column k) in the fragment-ordered token buffer."""
+    tile, step, col = k >> 6, (k >> 4) & 3, k & 15
+    lane = (t & 7) * 4 + ((col & 7) >> 1)
+    word = (step & 1) * 2 + (col >> 3)
+    block = (tile * num_col_tiles + (t >> 3)) * 2 + (step >> 1)
+    return block * 512 + lane * 16 + word * 4 + (col & 1) * 2
+
+
+x_offset_device = cuda.jit(device=True, inline="always")(x_offset)
+
+
+@cuda.jit(device=True, inline="always")
+def silu(v):
+    """v * sigmoid(v) in FP32."""
+    return v / (float32(1.0) + exp2_approx(v * float32(-1.4426950408889634)))
+
+
+@cuda.jit(device=True, inline="always")
+def mma_into(d, p, a0, a1, a2, a3, b0, b1):
+    """d[p : p + 4] += A B."""
+    r = mma_m16n8k16_bf16(a0, a1, a2, a3, b0, b1, d[p], d[p + 1], d[p + 2], d[p + 3])
+    for i in range(4):
+        d[p + i] = r[i]
+
+
+@cuda.jit(device=True, inline="always")
+def add_scaled(c, p, d, q, low, high):
+    """c[p : p + 4] += d[q : q + 4] * scales of rows g and g + 8."""
+    c[p] = fma_f32(d[q], low, c[p])
+    c[p + 1] = fma_f32(d[q + 1], low, c[p + 1])
+    c[p + 2] = fma_f32(d[q + 2], high, c[p + 2])
+    c[p + 3] = fma_f32(d[q + 3], high, c[p + 3])
+
+
+def _multiply_narrow(fmt, M, NT, span, slab):
+    """Device function: c += `span` k tiles at once, all their chains of mma side by side."""
+    f = UNPACK[fmt]
+    load, fragment, scales, groups = f.load, f.fragment, f.scales, f.groups
+    tile_bytes, words = f.tile_nbytes, f.words
+    num_words, num_scales = span * M * words, span * M * groups
+    num_d, num_b = span * groups * M * NT * 4, span * NT * 4
+
+    @cuda.jit(device=True, inline="always")
+    def multiply(c, weights, tokens, warp, lane):
+        v = cuda.local.array(num_words, uint32)
+        low = cuda.local.array(num_scales, float32)
+        high = cuda.local.array(num_scales, float32)
+        d = cuda.local.array(num_d, float32)
+        b = cuda.local.array(num_b, uint32)
+        rows = uint32(warp * uint32(M))
+        base = uint32(weights + (rows >> uint32(3)) * uint32(slab))
+        rows = uint32(rows & uint32(7))
+        for k in range(span):
+            tile = uint32(base + uint32(k * tile_bytes))
+            for m in range(M):
+                load(v, (k * M + m) * words, tile, uint32(rows + uint32(m)), lane)
+                for g in range(groups):
+                    p = (k * M + m) * groups + g
+                    low[p], high[p] = scales(tile, uint32(rows + uint32(m)), lane, uint32(g))
+        for i in range(num_d):
+            d[i] = float32(0.0)
+        for half in range(2):
+            for k in range(span):
+                for n in range(NT):
+                    at = uint32(tokens + uint32((k * NT + n) * X_TILE + half * 512))
+                    q = ld_shared_u32x4(uint32(at + lane * uint32(16)))
+                    for i in range(4):
+                        b[(k * NT + n) * 4 + i] = q[i]
+            for j in range(2):
+                for k in range(span):
+                    for m in range(M):
+                        a = fragment(v, (k * M + m) * words, half * 2 + j)
+                        chain = (k * groups + half * (groups - 1)) * M + m
+                        for n in range(NT):
+                            p, q = (chain * NT + n) * 4, (k * NT + n) * 4 + 2 * j
+                            mma_into(d, p, a[0], a[1], a[2], a[3], b[q], b[q + 1])
+        for k in range(span):
+            for g in range(groups):
+                for m in range(M):
+                    s = (k * M + m) * groups + g
+                    for n in range(NT):
+                        p = (((k * groups + g) * M + m) * NT + n) * 4
+                        add_scaled(c, (m * NT + n) * 4, d, p, low[s], high[s])
+
+    return multiply
+
+
+def _multiply_wide(fmt, M, NT, slab):
+    """Device function: c += one k tile kept in registers, four tiles of tokens at a time."""
+    f = UNPACK[fmt]
+    load, fragment, scales, groups, words = f.load, f.fragment, f.scales, f.groups, f.words
+    num_words, num_a, num_scales, num_d = M * words, M * 16, M * groups, groups * M * 16
+
+    @cuda.jit(device=True, inline="always")
+    def multiply(c, weights, tokens, warp, lane):
+        v = cuda.local.array(num_words, uint32)
+        a = cuda.local.array(num_a, uint32)
+        low = cuda.local.array(num_scales, float32)
+        high = cuda.local.array(num_scales, float32)
+        d = cuda.local.array(num_d, float32)
+        b = cuda.local.array(16, uint32)
+        rows = uint32(warp * uint32(M))
+        tile = uint32(weights + (rows >> uint32(3)) * uint32(slab))
+        rows = uint32(rows & uint32(7))
+        for m in range(M):
+            load(v, m * words, tile, uint32(rows + uint32(m)), lane)
+            for g in range(groups):
+                s = m * groups + g
+                low[s], high[s] = scales(tile, uint32(rows + uint32(m)), lane, uint32(g))
+            for step in range(4):
+                r = fragment(v, m * words, step)
+                for i in range(4):
+                    a[(m * 4 + step) * 4 + i] = r[i]
+        at = uint32(tokens + lane * uint32(16))
+        for four in range(NT // 4):
+            for i in range(num_d):
+                d[i] = float32(0.0)
+            for half in range(2):
+                for n in range(4):
+                    q = ld_shared_u32x4(uint32(at + uint32((four * 4 + n) * X_TILE + half * 512)))
+                    for i in range(4):
+                        b[n * 4 + i] = q[i]
+                for j in range(2):
+                    for n in range(4):
+                        for m in range(M):
+                            p = ((half * (groups - 1) * M + m) * 4 + n) * 4
+                            f, q = (m * 4 + half * 2 + j) * 4, n * 4 + j * 2
+                            mma_into(d, p, a[f], a[f + 1], a[f + 2], a[f + 3], b[q], b[q + 1])
+            for g in range(groups):
+                for m in range(M):
+                    s = m * groups + g
+                    for n in range(4):
+                        p = ((g * M + m) * 4 + n) * 4
+                        add_scaled(c, (m * NT + four * 4 + n) * 4, d, p, low[s], high[s])
+
+    return multiply
+
+
+def _write_rows(epilogue, M, NT):
+    """Device function: the sums of a warp's rows to a row-major y."""
+    add, store_f32 = epilogue == Epilogue.ADD_BF16, epilogue == Epilogue.STORE_F32
+
+    @cuda.jit(device=True, inline="always")
+    def write(c, y, first_row, end_row, lane, T, N):
+        for m in range(M):
+            for n in range(NT):
+                for i in range(4):
+                    row = uint32(first_row + (lane >> uint32(2)) + uint32(m * 16 + (i >> 1) * 8))
+                    t = uint32((lane & uint32(3)) * uint32(2) + uint32(n * 8 + (i & 1)))
+                    if t < T and row < end_row:
+                        value = c[(m * NT + n) * 4 + i]
+                        at = int64(t) * int64(N) + int64(row)
+                        if store_f32:
+                            st_global_f32(y + at * 4, value)
+                        elif add:
+                            old = uint32(ld_global_u16(y + at * 2)) << uint32(16)
+                            st_global_u16(y + at * 2, bf16_from_f32(f32_from_bits(old) + value))
+                        else:
+                            st_global_u16(y + at * 2, bf16_from_f32(value))
+
+    return write
+
+
+def _write_silu(M, NT, consumers):
+    """Device function: silu(gate) * up in fragment order; 16-row tiles alternate gate and up.
+
+    Padding of rows and tokens has sums of zero and stays zero.
+    """
+    sums = M * NT * 4
+
+    @cuda.jit(device=True, inline="always")
+    def write(c, y, first_row, end_row, warp, lane, exchange):
+        row = uint32((first_row >> uint32(5)) * uint32(16) + (lane >> uint32(2)))
+        at = y + int64(x_offset_device(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
+        if M == 1:  # odd warps hold the up rows of the even warp before them
+            place = uint32(exchange + ((warp >> uint32(1)) * uint32(32) + lane) * uint32(NT * 16))
+            if warp & uint32(1):
+                for i in range(sums):
+                    st_shared_f32(uint32(place + uint32(i * 4)), c[i])
+            named_barrier(uint32(1), uint32(consumers))
+            if warp & uint32(1) == 0 and first_row < end_row:
+                for i in range(sums):
+                    up = ld_shared_f32(uint32(place + uint32(i * 4)))
+                    to = at + (i >> 2) * X_TILE + (i & 1) * 64 + ((i >> 1) & 1) * 4
+                    st_global_u16(to, bf16_from_f32(silu(c[i]) * up))
+            named_barrier(uint32(1), uint32(consumers))
+        elif first_row < end_row:
+            for i in range(NT * 4):
+                to = at + (i >> 2) * X_TILE + (i & 1) * 64 + ((i >> 1) & 1) * 4
+                st_global_u16(to, bf16_from_f32(silu(c[i]) * c[NT * 4 + i]))
+
+    return write
+
+
+@kernel(*(int64,) * 5, *(uint32,) * 6)
+def linear_decode_kernel(  # type: ignore[no-untyped-def]
+    fmt: str,
+    warps: int,
+    M: int,
+    NT: int,
+    span: int,
+    stages: int,
+    epilogue: int,
+):
+    """Arguments w, x, y, workspace, counters, k_tiles, blocks, whole, slices, T, N.
+
+    blocks: 128-row blocks of W (padded N / 128), of which the first `whole` take all of K and the
+    others `slices` slices. warps: consumer warps, each with M 16-row tiles. span: k tiles in a
+    stage.
+    """
+    threads, consumers, RB = warps * 32 + 64, warps * 32, warps * M // 8
+    tile_bytes = UNPACK[fmt].tile_nbytes
+    slab, x_bytes = span * tile_bytes, NT * X_TILE  # of one row block; of one k tile
+    weight_bytes = RB * slab
+    stage_bytes, sums = weight_bytes + span * x_bytes, M * NT * 4
+    slot_bytes, words, empty, ring_bytes = (
+        sums * consumers * 4,
+        2 * stages,
+        stages * 8,
+        stages * stage_bytes,
+    )
+    silu_up, narrow = epilogue == Epilogue.SILU_UP, NT <= 2
+    exchange_bytes = consumers // 2 * NT * 16 if silu_up and M == 1 else 0
+    if narrow:
+        multiply_one = _multiply_narrow(fmt, M, NT, 1, slab)
+        multiply_stage = _multiply_narrow(fmt, M, NT, span, slab)
+    else:
+        multiply_one = multiply_stage = _multiply_wide(fmt, M, NT, slab)
+    write_rows, write_silu = _write_rows(epilogue, M, NT), _write_silu(M, NT, consumers)
+    quarters = M * NT
+    batch = 4 if sums <= 8 else 1
+    batch_sums = batch * sums
+
+    @cuda.jit(device=True, inline="always")
+    def locate(item, sliced, k_tiles, blocks, whole, slices):
+        """(first row block, end of its row blocks, first k tile, k tiles) of an item."""
+        if item >= sliced:
+            return uint32((item - sliced) * uint32(RB)), whole, uint32(0), k_tiles
+        group = div_u32(item, slices)
+        s = uint32(item - group * slices)
+        steps = uint32((k_tiles + uint32(SLICE_TILES - 1)) >> uint32(2))
+        base = div_u32(steps, slices)
+        extra = uint32(steps - base * slices)
+        first = uint32(uint32(s * base + min(s, extra)) << uint32(2))
+        count = uint32(uint32(base + (uint32(1) if s < extra else uint32(0))) << uint32(2))
+        return (
+            uint32(whole + group * uint32(RB)),
+            blocks,
+            first,
+            min(count, uint32(k_tiles - first)),
+        )
+
+    @cuda.jit(device=True, inline="always")
+    def stream_weights(w, ring, barrier, items, sliced, k_tiles, blocks, whole, slices):
+        s, phase, item = uint32(0), uint32(1), uint32(cuda.blockIdx.x)
+        while item < items:
+            block, end, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
+            source = w + (int64(block) * int64(k_tiles) + int64(first)) * tile_bytes
+            second = (
+                w
+                + (
+                    int64(min(uint32(block + uint32(1)), uint32(end - uint32(1)))) * int64(k_tiles)
+                    + int64(first)
+                )
+                * tile_bytes
+            )
+            while left > uint32(0):
+                count = min(left, uint32(span))
+                num_bytes = uint32(count * uint32(tile_bytes))
+                full = uint32(barrier + s * uint32(8))
+                at = uint32(ring + s * uint32(stage_bytes))
+                while mbarrier_try_wait(uint32(full + uint32(empty)), phase) == 0:
+                    pass
+                mbarrier_expect_bytes(full, uint32(num_bytes * uint32(RB)))
+                bulk_copy_to_shared(at, source, num_bytes, full)
+                if RB == 2:
+                    bulk_copy_to_shared(uint32(at + uint32(slab)), second, num_bytes, full)
+                source += slab
+                second += slab
+                left = uint32(left - count)
+                s = uint32(s + uint32(1))
+                if s == uint32(stages):
+                    s = uint32(0)
+                    phase ^= uint32(1)
+            item = uint32(item + uint32(cuda.gridDim.x))
+
+    @cuda.jit(device=True, inline="always")
+    def stream_tokens(x, ring, barrier, items, sliced, k_tiles, blocks, whole, slices):
+        s, phase, item = uint32(0), uint32(1), uint32(cuda.blockIdx.x)
+        while item < items:
+            _, _, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
+            source = x + int64(first) * x_bytes
+            while left > uint32(0):
+                count = min(left, uint32(span))
+                num_bytes = uint32(count * uint32(x_bytes))
+                full = uint32(barrier + s * uint32(8))
+                while mbarrier_try_wait(uint32(full + uint32(empty)), phase) == 0:
+                    pass
+                mbarrier_expect_bytes(full, num_bytes)
+                at = uint32(ring + s * uint32(stage_bytes) + uint32(weight_bytes))
+                bulk_copy_to_shared(at, source, num_bytes, full)
+                source += span * x_bytes
+                left = uint32(left - count)
+                s = uint32(s + uint32(1))
+                if s == uint32(stages):
+                    s = uint32(0)
+                    phase ^= uint32(1)
+            item = uint32(item + uint32(cuda.gridDim.x))
+
+    @cuda.jit(device=True, inline="always")
+    def exchange_slices(c, workspace, counters, item, slices, thread, flag):
+        """Publish a slice; the last block to arrive gets c = all slices, ascending, and True."""
+        at = workspace + int64(item) * slot_bytes + int64(thread) * 16
+        for i in range(quarters):
+            to = at + i * (consumers * 16)
+            st_global_f32x4(to, c[i * 4], c[i * 4 + 1], c[i * 4 + 2], c[i * 4 + 3])
+        group = div_u32(item, slices)
+        last = uint32(slices - uint32(1))
+        named_barrier(uint32(1), uint32(consumers))
+        if thread == 0:  # its release covers what the barrier has ordered before it
+            st_shared_u32(flag, atomic_inc_u32(counters + int64(group) * 4, last))
+        named_barrier(uint32(1), uint32(consumers))
+        if ld_shared_u32(flag) != last:
+            return False
+        at += (int64(group) * int64(slices) - int64(item)) * slot_bytes
+        for i in range(sums):
+            c[i] = float32(0.0)
+        values = cuda.local.array(batch_sums, float32)
+        done = uint32(0)
+        while done < slices:
+            for b in range(batch):
+                source = at + int64(min(uint32(done + uint32(b)), last)) * slot_bytes
+                for i in range(quarters):
+                    q = ld_global_f32x4(source + i * (consumers * 16))
+                    for j in range(4):
+                        values[b * sums + i * 4 + j] = q[j]
+            for b in range(batch):
+                if uint32(done + uint32(b)) <= last:
+                    for i in range(sums):
+                        c[i] = c[i] + values[b * sums + i]
+            done = uint32(done + uint32(batch))
+        return True
+
+    @cuda.jit(fastmath=True, launch_bounds=(threads, 1))
+    def linear_decode(w, x, y, workspace, counters, k_tiles, blocks, whole, slices, T, N):
+        barrier_words = cuda.shared.array(words, int64)
+        flag_word = cuda.shared.array(1, uint32)
+        ring = uint32((shared_address(cuda.shared.array(0, uint32)) + 127) & uint32(0xFFFFFF80))
+        barrier = shared_address(barrier_words)
+        flag = shared_address(flag_word)
+        thread = uint32(cuda.threadIdx.x)
+        warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
+        if thread == 0:
+            for s in range(stages):
+                mbarrier_init(uint32(barrier + s * 8), uint32(2))
+                mbarrier_init(uint32(barrier + empty + s * 8), uint32(warps))
+            fence_async_proxy()
+        cuda.syncthreads()
+        let_next_kernel_start()
+        whole_groups = uint32((whole + uint32(RB - 1)) // uint32(RB))
+        sliced = uint32(uint32((blocks - whole + uint32(RB - 1)) // uint32(RB)) * slices)
+        items = uint32(sliced + whole_groups)
+        if warp == uint32(warps):
+            if lane == 0:
+                stream_weights(w, ring, barrier, items, sliced, k_tiles, blocks, whole, slices)
+        elif warp > uint32(warps):
+            if lane == 0:
+                wait_for_previous_kernel()
+                stream_tokens(x, ring, barrier, items, sliced, k_tiles, blocks, whole, slices)
+        else:
+            wait_for_previous_kernel()
+            c = cuda.local.array(sums, float32)
+            s, phase, item = uint32(0), uint32(0), uint32(cuda.blockIdx.x)
+            while item < items:
+                block, end, _, left = locate(item, sliced, k_tiles, blocks, whole, slices)
+                for i in range(sums):
+                    c[i] = float32(0.0)
+                while left > uint32(0):
+                    full = uint32(barrier + s * uint32(8))
+                    stage = uint32(ring + s * uint32(stage_bytes))
+                    tokens = uint32(stage + uint32(weight_bytes))
+                    count = min(left, uint32(span))
+                    while mbarrier_try_wait(full, phase) == 0:
+                        pass
+                    if narrow and count == uint32(span):
+                        multiply_stage(c, stage, tokens, warp, lane)
+                    else:
+                        for _ in range(count):
+                            multiply_one(c, stage, tokens, warp, lane)
+                            stage = uint32(stage + uint32(tile_bytes))
+                            tokens = uint32(tokens + uint32(x_bytes))
+                    cuda.syncwarp()
+                    if lane == 0:
+                        mbarrier_arrive(uint32(full + uint32(empty)))
+                    left = uint32(left - count)
+                    s = uint32(s + uint32(1))
+                    if s == uint32(stages):
+                        s = uint32(0)
+                        phase ^= uint32(1)
+                complete = item >= sliced
+                if not complete:
+                    complete = exchange_slices(c, workspace, counters, item, slices, thread, flag)
+                if complete:
+                    first_row = uint32(block * uint32(128) + warp * uint32(16 * M))
+                    end_row = uint32(end * uint32(128))
+                    if silu_up:
+                        exchange = uint32(ring + uint32(ring_bytes))
+                        write_silu(c, y, first_row, end_row, warp, lane, exchange)
+                    else:
+                        write_rows(c, y, first_row, min(end_row, N), lane, T, N)
+                item = uint32(item + uint32(cuda.gridDim.x))
+
+    return Build(linear_decode, threads, ring_bytes + exchange_bytes + ALIGNMENT)

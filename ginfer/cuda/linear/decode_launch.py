@@ -1,0 +1,119 @@
+"""Decode linear: slices of K, scratch memory, and the launch for 1 to 128 tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ginfer.cuda.linear.decode import SLICE_TILES, X_TILE, Epilogue, linear_decode_kernel
+from ginfer.cuda.linear.unpack import UNPACK
+from ginfer.cuda.linear.variants import COLUMN_TILES, LinearDecodePlan
+from ginfer.sizes import align_up, div_ceil
+
+if TYPE_CHECKING:
+    from ginfer.cuda.runtime.image import Image
+    from ginfer.cuda.runtime.stream import Stream
+
+SMS = 132  # multiprocessors that slices are cut for: part of the numbers, whatever the device has
+MAX_SLICES = 16
+MAX_TOKENS = 128
+LAUNCH_TOKENS = 8 * max(COLUMN_TILES)
+SLOT_NBYTES = 4096  # a slice's sums of one row block and 8 tokens
+
+
+def k_slices(N: int, K: int) -> tuple[int, int]:
+    """(whole, slices): the first `whole` row blocks of 128 take all of K, the others that many
+    slices. A function of the shape alone; of all choices the least time by `_rounds`, where an
+    exchange costs two steps, and four when no whole rows follow that hide it."""
+    blocks, steps = div_ceil(N, 128), div_ceil(K, 64 * SLICE_TILES)
+    best = (_rounds(blocks, steps), blocks, 1)
+    for whole in {0, blocks // SMS * SMS} - {blocks}:
+        for slices in range(2, min(steps, MAX_SLICES) + 1):
+            exchange = 2 if whole else 4
+            sliced = _rounds((blocks - whole) * slices, div_ceil(steps, slices))
+            best = min(best, (whole // SMS * steps + sliced + exchange, whole, slices))
+    return best[1:]
+
+
+def _rounds(items: int, steps: int) -> float:
+    """Time of items of so many steps: a lone multiprocessor is at most 1.5 times as fast as its
+    fair share of the bandwidth."""
+    full, rest = divmod(items, SMS)
+    return full * steps + (max(rest / SMS, 1 / 1.5) * steps if rest else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeLinear:
+    """A matrix [N, K] in `tile128x64-v1` at address w, what happens to its sums, and the number of
+    multiprocessors of its device."""
+
+    w: int
+    fmt: str
+    N: int
+    K: int
+    epilogue: Epilogue = Epilogue.STORE_BF16
+    num_sms: int = SMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeScratch:
+    """Addresses: slices of sums in flight, and one zeroed u32 per row block, zero again after a
+    launch. Launches that follow each other may share them."""
+
+    workspace: int
+    counters: int
+
+
+def scratch_nbytes(N: int, K: int) -> tuple[int, int]:
+    """Bytes of the workspace and of the counters for a matrix [N, K] at any number of tokens."""
+    whole, slices = k_slices(N, K)
+    blocks = div_ceil(N, 128)
+    sliced = align_up(blocks - whole, 2)
+    return sliced * slices * max(COLUMN_TILES) * SLOT_NBYTES, blocks * 4
+
+
+def column_tiles(T: int) -> int:
+    """Tiles of 8 columns of the launch that takes T <= 64 tokens: NT of its fragment order."""
+    return next(n for n in COLUMN_TILES if n * 8 >= T)
+
+
+def linear_decode(
+    image: Image,
+    stream: Stream,
+    y: int,
+    x: int,
+    *,
+    T: int,
+    linear: tuple[DecodeLinear, DecodeScratch],
+) -> None:
+    """y = x W^T with the epilogue of `linear`, 1 <= T <= 128. May overlap the kernel before.
+
+    x: tokens in fragment order (`x_offset`), the first 64 at NT = 8 and the others behind them at
+    NT = `column_tiles` of their number; at most 64 at `column_tiles(T)`. y: address of [T, N] BF16
+    or FP32, or of the next linear's tokens, N / 2 columns, in the same order.
+    """
+    assert 1 <= T <= MAX_TOKENS
+    matrix, scratch = linear
+    blocks, k_tiles = div_ceil(matrix.N, 128), div_ceil(matrix.K, 64)
+    whole, slices = k_slices(matrix.N, matrix.K)
+    for first in range(0, T, LAUNCH_TOKENS):
+        count = min(T - first, LAUNCH_TOKENS)
+        NT = column_tiles(count)
+        shape = (matrix.N, matrix.K, NT, UNPACK[matrix.fmt].tile_nbytes)
+        p = image.plans.find("linear_decode", LinearDecodePlan, shape)
+        form = (matrix.fmt, p.warps, p.M, NT, p.span, p.stages, matrix.epilogue)
+        RB = p.warps * p.M // 8
+        items = div_ceil(blocks - whole, RB) * slices + div_ceil(whole, RB)
+        tokens_at, result_at = first * k_tiles * X_TILE // 8, first * _row_nbytes(matrix)
+        addresses = (matrix.w, x + tokens_at, y + result_at, scratch.workspace, scratch.counters)
+        scalars = (k_tiles, blocks, whole, slices, count, matrix.N)
+        grid = (min(items, matrix.num_sms),)
+        item = linear_decode_kernel(*form)
+        image.launch(item, grid, stream, *addresses, *scalars, dependent=True)
+
+
+def _row_nbytes(matrix: DecodeLinear) -> int:
+    """Bytes of one token's results, padding of fragment order included."""
+    if matrix.epilogue == Epilogue.SILU_UP:
+        return div_ceil(matrix.N, 128) * X_TILE // 8
+    return matrix.N * (4 if matrix.epilogue == Epilogue.STORE_F32 else 2)

@@ -1,0 +1,77 @@
+"""Plans of the linear family, and which of its kernels an image holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ginfer.cuda.linear.decode import Epilogue, linear_decode_kernel
+from ginfer.cuda.linear.unpack import UNPACK
+from ginfer.cuda.runtime.plan import LaunchPlan, Shape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ginfer.cuda.runtime.jit import Kernel
+
+COLUMN_TILES = (1, 2, 4, 8)  # tiles of 8 columns that a decode launch may have
+MATRIX = (Epilogue.STORE_BF16, Epilogue.ADD_BF16, Epilogue.SILU_UP)
+EPILOGUES = {  # what a model does with the sums of a format's matrices
+    "Q4G64_F16S": MATRIX,
+    "Q4G64_BF16S": MATRIX,
+    "W8G32_F16S": (Epilogue.STORE_F32,),
+    "BF16": (*MATRIX, Epilogue.STORE_F32),
+}
+# Of the ring. More than half of a multiprocessor: where two blocks fit, those of the next kernel
+# double up on whichever ends first, which costs more than their early start wins.
+SHARED_NBYTES = 212 << 10
+LONGEST_SPAN = {1: 8, 2: 4, 4: 4, 8: 4}  # k tiles between two barriers, by column tiles
+
+
+@dataclass(frozen=True)
+class LinearDecodePlan(LaunchPlan):
+    """warps of M 16-row tiles each; span: k tiles in a stage of the ring. Shapes are (N, K, column
+    tiles, bytes of a weight tile)."""
+
+    warps: int
+    M: int
+    span: int
+    stages: int
+
+    def supports(self, capability: str, shape: Shape) -> bool:
+        """Bulk copies of sm_90a; whole row blocks; a ring that fits."""
+        _, _, column_tiles, tile_nbytes = shape
+        row_blocks = self.warps * self.M // 8
+        stage = self.span * (row_blocks * tile_nbytes + column_tiles * 1024)
+        return (
+            capability == "90a"
+            and self.warps * self.M % 8 == 0
+            and row_blocks in (1, 2)
+            and self.stages >= 2
+            and stage * self.stages <= SHARED_NBYTES
+        )
+
+    @classmethod
+    def default(cls, capability: str, shape: Shape) -> LinearDecodePlan:
+        """One row block; the longest stages of which four fit, as many of them as fit."""
+        _, _, column_tiles, tile_nbytes = shape
+        tile = tile_nbytes + column_tiles * 1024
+        longest = LONGEST_SPAN[column_tiles]
+        if tile_nbytes == UNPACK["W8G32_F16S"].tile_nbytes and column_tiles <= 2:
+            longest //= 2  # two scale groups to a k tile: registers
+        spans = (longest >> i for i in range(4))
+        span = next(s for s in spans if 4 * s * tile <= SHARED_NBYTES)
+        return cls(8, 1, span, SHARED_NBYTES // (span * tile))
+
+
+def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
+    """Decode kernels of each format, width and epilogue."""
+    if capability != "90a":
+        return
+    for fmt, epilogues in EPILOGUES.items():
+        for column_tiles in COLUMN_TILES:
+            shape = (128, 64, column_tiles, UNPACK[fmt].tile_nbytes)
+            p = LinearDecodePlan.default(capability, shape)
+            for epilogue in epilogues:
+                ring = (p.span, p.stages)
+                yield linear_decode_kernel(fmt, p.warps, p.M, column_tiles, *ring, epilogue)
