@@ -1,4 +1,4 @@
-"""Error bounds by operator profile, not by kernel or shape; to loosen one is a reviewed change."""
+"""Error bounds by operator profile, never by kernel or shape; loosening one is a reviewed step."""
 
 from __future__ import annotations
 
