@@ -308,10 +308,10 @@ class _Child:
         """Close the socket, which ends the child, and return its exit status; kill it when it
         lingers."""
         self._writer.close()
-        with suppress(ConnectionError):
-            await self._writer.wait_closed()
         try:
             async with asyncio.timeout(EXIT_TIMEOUT_S):
+                with suppress(ConnectionError):
+                    await self._writer.wait_closed()
                 return await self.process.wait()
         except TimeoutError:
             self.process.kill()

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from appliance.admission import Admission
+from appliance.connections import MAX_CONNECTIONS
 from appliance.metrics import HttpStats
 from ginfer.artifact import Package
 from ginfer.errors import UnavailableError
@@ -44,6 +45,7 @@ class ServerContext:
             max_nbytes=BODY_BUDGET * config.max_request_nbytes,
         )
         self.http_stats = HttpStats()
+        self.max_connections = MAX_CONNECTIONS
         self.stopping = False
         self._executor = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="prepare")
 

@@ -29,6 +29,7 @@ class HttpStats:
         self.requests: Counter[tuple[str, str, int]] = Counter()
         self.stream_errors: Counter[str] = Counter()
         self.active = 0
+        self.refused_connections = 0
 
     def render(self) -> Iterator[str]:
         """Lines of exposition."""
@@ -40,6 +41,9 @@ class HttpStats:
         for code, count in sorted(self.stream_errors.items()):
             yield f"ginfer_http_stream_errors_total{_labels({'code': code})} {count}"
         yield from number("ginfer_http_requests_active", self.active, GAUGE)
+        yield from number(
+            "ginfer_http_connections_refused_total", self.refused_connections, COUNTER
+        )
 
 
 def number(name: str, value: float, kind: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.app import create_app
 from appliance.bridge import EngineBridge
+from appliance.connections import BoundedProtocol, allow_connections
 from ginfer.errors import ConfigError
 from ginfer.sizes import KIB
 
@@ -50,6 +51,7 @@ class _Server:
         with _bind(self._config.host, self._config.port) as sock:
             bridge = EngineBridge(self._config.engine, self._echo)
             app = create_app(bridge, self._config)
+            app.ctx.max_connections = allow_connections()
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._signals.put_nowait, number)
@@ -134,7 +136,10 @@ def _url(sock: socket.socket) -> str:
 async def _listen(app: App, sock: socket.socket) -> Any:
     """Start the application on a bound socket."""
     http: Any = await app.create_server(
-        sock=sock, backlog=BACKLOG, asyncio_server_kwargs={"start_serving": False}
+        sock=sock,
+        backlog=BACKLOG,
+        protocol=BoundedProtocol,
+        asyncio_server_kwargs={"start_serving": False},
     )
     await http.startup()
     await http.before_start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -266,6 +267,30 @@ def test_a_whole_answer_that_takes_too_long_is_503_and_frees_its_lane(guarded: S
 def test_without_cors_no_origin_is_allowed(server: Server) -> None:
     assert "access-control-allow-origin" not in server.request("GET", "/v1/models")[1]
     assert server.request("OPTIONS", CHAT)[0] == 405
+
+
+CRAMPED = (
+    "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96));"
+    "from tests.service.launch import main; main('{}')"
+)
+
+
+def test_more_connections_than_files_are_refused_and_cost_nothing() -> None:
+    """96 files, 64 of them reserved: 32 connections."""
+    with Server("-c", CRAMPED) as server, ExitStack() as held:
+        socks = [held.enter_context(server.connect()) for _ in range(100)]
+        with socks[40].makefile("rb") as file:
+            assert file.readline() == b"HTTP/1.1 503 Service Unavailable\r\n"
+            assert b"too_many_connections" in file.read()
+        for sock in socks[:16]:
+            sock.close()
+        deadline = time.monotonic() + 10
+        while server.request("GET", "/health")[0] != 200:
+            assert time.monotonic() < deadline
+        assert server.metrics()["ginfer_http_connections_refused_total"] > 30
+        assert server.post(ask("Hello!", max_tokens=1))[0] == 200
+        server.check_log()
+        assert len(server.lines) < 10
 
 
 def test_connections_that_say_nothing_cost_nothing(narrow: Server) -> None:
