@@ -83,6 +83,7 @@ ld_shared_u32x4 = ptx_op("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "rrrr", "r")
 ld_shared_f32 = ptx_op("ld.shared.f32 $0, [$1];", "f", "r")
 st_shared_u32 = ptx_op("st.shared.u32 [$0], $1;", "", "rr")
 st_shared_u32x4 = ptx_op("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "", "rrrrr")
+st_shared_u16 = ptx_op("st.shared.u16 [$0], $1;", "", "rh")
 st_shared_f32 = ptx_op("st.shared.f32 [$0], $1;", "", "rf")
 st_global_u16 = ptx_op("st.global.u16 [$0], $1;", "", "lh")
 st_global_u32 = ptx_op("st.global.u32 [$0], $1;", "", "lr")
@@ -90,6 +91,10 @@ st_global_f32 = ptx_op("st.global.f32 [$0], $1;", "", "lf")
 st_global_u32x4 = ptx_op("st.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "lrrrr")
 ld_global_f32x4 = ptx_op("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
 st_global_f32x4 = ptx_op("st.global.v4.f32 [$0], {$1,$2,$3,$4};", "", "lffff")
+red_global_bf16 = ptx_op("red.global.add.noftz.bf16 [$0], $1;", "", "lh")
+red_global_bf16x8 = ptx_op(  # sm_90
+    "red.global.add.noftz.v4.bf16x2 [$0], {$1,$2,$3,$4};", "", "lrrrr"
+)
 ldmatrix_x4 = ptx_op("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "rrrr", "r")
 ldmatrix_x2 = ptx_op("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1}, [$2];", "rr", "r")
 
@@ -158,6 +163,9 @@ bulk_prefetch = ptx_op("cp.async.bulk.prefetch.L2.global [$0], $1;", "", "lr")
 
 # Asynchronous copies of sm_80 and later: 16 bytes a thread, groups counted per thread.
 cp_async_16 = ptx_op("cp.async.cg.shared.global [$0], [$1], 16;", "", "rl")
+cp_async_16_or_zero = ptx_op(  # $2: bytes that exist, 16 or 0
+    "cp.async.cg.shared.global [$0], [$1], 16, $2;", "", "rlr"
+)
 cp_async_commit = ptx_op("cp.async.commit_group;")
 cp_async_wait_0 = ptx_op("cp.async.wait_group 0;")
 cp_async_wait_1 = ptx_op("cp.async.wait_group 1;")
