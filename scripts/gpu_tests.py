@@ -31,6 +31,7 @@ from ginfer.cuda.runtime.manifest import image_folder, read_manifest
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "performance"
 SUITES = {"gpu": "tests/cuda", "multi_gpu": "tests/multi_gpu"}
+ALSO_RUN = {"90a": ("90",)}
 OUTCOMES = ("passed", "failed", "skipped")
 
 
@@ -102,9 +103,11 @@ def write_record(path: Path, suite: str, result: dict[str, Any]) -> None:
 
 
 def build(capability: str) -> None:
-    """Compile the kernels of the library and of the tests."""
+    """Compile the kernels of the library and of the tests, and those of the sm_80 class that run on
+    the same device."""
     kernels_for = import_module("tests.cuda.kernels").kernels_for
-    build_image((*kernels_of(capability), *kernels_for(capability)), capability)
+    for name in (capability, *ALSO_RUN.get(capability, ())):
+        build_image((*kernels_of(name), *kernels_for(name)), name)
 
 
 def run(suite: str, options: argparse.Namespace) -> int:

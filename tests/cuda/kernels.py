@@ -190,4 +190,4 @@ SM_90 = (add_kernel(256), tile_kernel(1024))
 
 def kernels_for(capability):
     """The kernels that the runtime's tests launch on a device."""
-    return ANYWHERE + (SM_90 if capability.startswith("90") else ())
+    return ANYWHERE + (SM_90 if capability == "90a" else ())
