@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from appliance.config import ApplianceConfig
 
 BACKLOG = 256
+ACCEPTS = 16  # taken in one go, before the first of them can be refused
 SEND_BUFFER_NBYTES = 256 * KIB  # what a slow reader leaves unread merges here, not in the kernel
 SWITCH_INTERVAL_S = 0.0005  # preparing threads give way to the event loop within this time
 FAREWELL_S = 5.0  # for the last events of requests that the drain cut off
@@ -137,13 +138,14 @@ async def _listen(app: App, sock: socket.socket) -> Any:
     """Start the application on a bound socket."""
     http: Any = await app.create_server(
         sock=sock,
-        backlog=BACKLOG,
+        backlog=ACCEPTS,
         protocol=BoundedProtocol,
         asyncio_server_kwargs={"start_serving": False},
     )
     await http.startup()
     await http.before_start()
     await http.start_serving()
+    sock.listen(BACKLOG)  # asyncio takes one number for both
     await http.after_start()
     return http
 
