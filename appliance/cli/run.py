@@ -84,8 +84,8 @@ def command(package: Path, **options: Any) -> None:
     The answer goes to stdout; reasoning, progress and a summary go to stderr.
     """
     check_thinking(options)
-    if options["raw_output"] and options["thinking_budget"] is not None:
-        raise click.UsageError("--raw-output excludes --thinking-budget")
+    if options["raw_output"]:
+        check_raw(options)
     chat = build_chat(options)
     raw, show_ids = options.pop("raw_output"), options.pop("print_token_ids")
     stops = tuple(
@@ -102,6 +102,13 @@ def command(package: Path, **options: Any) -> None:
     if show_ids:
         click.echo("token ids: " + " ".join(map(str, answer.token_ids)), err=True)
     click.echo(answer.summary(), err=True)
+
+
+def check_raw(options: dict[str, Any]) -> None:
+    """--raw-output excludes what needs a reasoning channel. Raises UsageError."""
+    for name, absent in (("thinking_budget", None), ("reasoning_stop", ())):
+        if options[name] != absent:
+            raise click.UsageError(f"--raw-output excludes --{name.replace('_', '-')}")
 
 
 def open_engine(config: EngineConfig) -> Engine:

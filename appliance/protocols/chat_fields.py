@@ -197,7 +197,8 @@ FIELDS: dict[str, Field] = {
     "seed": Field(
         Verdict.OBEYED,
         _integer(0, MAX_SEED),
-        "0 to 2^64 - 1; the same request repeats its tokens at any load; fresh when absent",
+        "0 to 2^64 - 1; the same request repeats its tokens at any load, unless one of them reuses "
+        "an earlier answer (`cached_tokens`), whose last bits differ; fresh when absent",
     ),
     "stop": Field(
         Verdict.OBEYED,

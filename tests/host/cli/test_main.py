@@ -45,6 +45,8 @@ MISTAKES = [
         (DEMO, *PROMPT, "--no-thinking", "--reasoning-effort", "low"),
         "--no-thinking excludes --reasoning-effort",
     ),
+    ((DEMO, *PROMPT, "--raw-output", "--thinking-budget", "3"), "excludes --thinking-budget"),
+    ((DEMO, *PROMPT, "--raw-output", "--reasoning-stop", "x"), "excludes --reasoning-stop"),
     (("serve", DEMO, "--max-concurrency", "9"), "max_concurrency is 9"),
     (("serve", DEMO, "--port", "70000"), "port is 70000"),
     (("serve", DEMO, "--no-thinking", "--reasoning-effort", "low"), "excludes"),
