@@ -151,10 +151,12 @@ class Engine:
                 self.cancel(request.request_id)
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges as plain values."""
+        """Counters and gauges as plain values. A request waits from its acceptance on."""
+        gauges = self._loop.gauges()
         return {
             **self._loop.stats.snapshot(),
-            **self._loop.gauges(),
+            **gauges,
+            "waiting": max(len(self._jobs) - gauges["running"], 0),
             "memory": self._rank.backend.ledger(),
         }
 

@@ -123,9 +123,8 @@ class RoundLoop:
             self._fail(self._waiting[0], QueueTimeoutError(message))
 
     def gauges(self) -> dict[str, Any]:
-        """Where the loop stands."""
+        """What its lanes, pages and slots hold."""
         return {
-            "waiting": len(self._waiting),
             "running": sum(job is not None for job in self._lanes),
             "decoding": len(self._ready),
             "free_pages": self.cache.pages.num_free,

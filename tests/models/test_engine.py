@@ -351,3 +351,14 @@ def test_stats_add_up():
         assert engine.drain(0)
         with pytest.raises(UnavailableError, match="shutting down"):
             complete(engine, random_prompt(rng, 10))
+
+
+def test_a_request_is_counted_from_its_acceptance_on(engine):
+    gate = Event()
+    engine._command(gate.wait)  # the loop stands between two rounds
+    run = submit(engine, make_request(ids_prompt([5]), 2))
+    stats = engine.stats()
+    gate.set()
+    assert (stats["waiting"], stats["running"]) == (1, 0)
+    run.wait()
+    assert engine.stats()["waiting"] == 0
