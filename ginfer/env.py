@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -31,3 +32,11 @@ LAUNCH_CHECK = EnvVar(
 )
 
 ALL = (CACHE_DIR, THREADS, DEMO_CHECKPOINT, LAUNCH_CHECK)
+
+
+def cache_root() -> Path:
+    """Folder of everything compiled: GINFER_CACHE_DIR, else below the user's cache folder. Raises
+    RuntimeError when there is neither."""
+    if configured := CACHE_DIR.read():
+        return Path(configured)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ginfer"

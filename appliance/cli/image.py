@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
@@ -21,14 +20,13 @@ if TYPE_CHECKING:
 EXTRA = ("numba_cuda", "cuda.core", "cuda.bindings")
 
 
-def runtime(module: str) -> Any:
-    """A module of ginfer.cuda.runtime. Raises ConfigError when the cuda extra is not installed."""
+def _require_extra() -> None:
+    """Raise ConfigError when the cuda extra is not installed."""
     missing = [name for name in EXTRA if not _installed(name)]
     if missing:
         raise ConfigError(
             f"kernels need the cuda extra, {missing[0]} is missing; run: pip install 'ginfer[cuda]'"
         )
-    return import_module(f"ginfer.cuda.runtime.{module}")
 
 
 def _installed(name: str) -> bool:
@@ -41,6 +39,7 @@ def _installed(name: str) -> bool:
 @click.group("image", no_args_is_help=True)
 def command() -> None:
     """Build, list and prune kernel images: the compiled kernels of one GPU generation each."""
+    _require_extra()
 
 
 @command.command("build")
@@ -56,7 +55,9 @@ def build(sm: tuple[str, ...], all_: bool, jobs: int | None) -> None:
     """Compile what the images lack. Kernels that are up to date are kept."""
     if sm and all_:
         raise click.UsageError("--all excludes --sm")
-    catalog, builder = runtime("catalog"), runtime("build")
+    from ginfer.cuda.runtime import build as builder
+    from ginfer.cuda.runtime import catalog
+
     for capability in catalog.built_capabilities() if all_ else _capabilities(sm):
         items = catalog.kernels_of(capability)
         if not items:
@@ -77,9 +78,11 @@ def build(sm: tuple[str, ...], all_: bool, jobs: int | None) -> None:
 @command.command("list")
 def list_images() -> None:
     """Show the images of this machine and whether they are up to date."""
-    catalog, manifest = runtime("catalog"), runtime("manifest")
+    from ginfer.cuda.runtime import catalog, manifest
+    from ginfer.cuda.runtime.jit import CAPABILITIES
+
     found = False
-    for capability in runtime("jit").CAPABILITIES:
+    for capability in CAPABILITIES:
         state = manifest.image_state(catalog.kernels_of(capability), capability)
         if not state.folder.exists():
             continue
@@ -97,26 +100,30 @@ def list_images() -> None:
 @command.command("prune")
 def prune() -> None:
     """Remove compiled kernels that are out of date."""
-    catalog, builder = runtime("catalog"), runtime("build")
+    from ginfer.cuda.runtime import build as builder
+    from ginfer.cuda.runtime import catalog
+    from ginfer.cuda.runtime.jit import CAPABILITIES
+
     removed = builder.prune_ptx()
-    for capability in runtime("jit").CAPABILITIES:
+    for capability in CAPABILITIES:
         removed += builder.prune_image(catalog.kernels_of(capability, every=True), capability)
     click.echo(f"{removed} files removed")
 
 
 def _capabilities(sm: tuple[str, ...]) -> list[str]:
     """The capabilities that the user named, else that of the GPU."""
-    known = runtime("jit").CAPABILITIES
+    from ginfer.cuda.runtime import device, image
+    from ginfer.cuda.runtime.jit import CAPABILITIES
+
     names = [name.removeprefix("sm_") for name in sm]
     for name in names:
-        if name not in known:
-            raise ConfigError(f"sm is {name!r}; one of {', '.join(known)}", param="sm")
+        if name not in CAPABILITIES:
+            raise ConfigError(f"sm is {name!r}; one of {', '.join(CAPABILITIES)}", param="sm")
     if names:
         return list(dict.fromkeys(names))
-    device = runtime("device")
     if device.device_count() == 0:
         raise ConfigError("there is no NVIDIA GPU here; name a capability: --sm 90a", param="sm")
-    return [runtime("image").native_capability(device.Device().info.capability)]
+    return [image.native_capability(device.Device().info.capability)]
 
 
 @contextmanager

@@ -11,20 +11,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ginfer.env import CACHE_DIR
+from ginfer.env import cache_root
 
 # Modules whose functions kernels of other files inline. Numba notices edits of a kernel's own file
 # only, so the folder's name carries their digest.
 INLINED = ("product.py", "scalar.py", "simd.py", "kv_codec.py", "norm.py", "rope.py")
-
-
-def _cache_root() -> Path:
-    """$GINFER_CACHE_DIR, else the user's cache folder."""
-    if CACHE_DIR.read():
-        return Path(CACHE_DIR.read())
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "ginfer"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ginfer"
 
 
 def kernel_cache_dir() -> Path:
@@ -33,7 +24,7 @@ def kernel_cache_dir() -> Path:
     for name in INLINED:
         digest.update((Path(__file__).parent / name).read_bytes())
     try:
-        folder = _cache_root() / f"cpu-{digest.hexdigest()[:12]}"
+        folder = cache_root() / f"cpu-{digest.hexdigest()[:12]}"
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(folder)

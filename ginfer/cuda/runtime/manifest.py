@@ -7,13 +7,13 @@ import json
 import os
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ginfer.env import CACHE_DIR
+from ginfer.env import cache_root
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from pathlib import Path
 
     from ginfer.cuda.runtime.jit import Kernel
 
@@ -44,10 +44,8 @@ class CubinRecord:
 
 
 def image_folder(capability: str) -> Path:
-    """Folder of an image: below GINFER_CACHE_DIR, else in the user's cache folder."""
-    configured = CACHE_DIR.read()
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ginfer"
-    return (Path(configured) if configured else user) / "images" / f"sm_{capability}"
+    """Folder of an image."""
+    return cache_root() / "images" / f"sm_{capability}"
 
 
 def ptx_folder() -> Path:
