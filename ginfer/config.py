@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 MAX_CONCURRENCY = 8
 CHUNK_MULTIPLE = 64
+MAX_PREFILL_CHUNK = 16384  # bounds the activation buffers, which are allocated at start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class EngineConfig:
         self._one_of("tp", self.tp, (None, 1))
         self._within("max_concurrency", self.max_concurrency, 1, MAX_CONCURRENCY)
         self._within("max_pending", self.max_pending, 1, 1 << 20)
-        self._within("prefill_chunk", self.prefill_chunk, CHUNK_MULTIPLE, 1 << 20)
+        self._within("prefill_chunk", self.prefill_chunk, CHUNK_MULTIPLE, MAX_PREFILL_CHUNK)
         if self.prefill_chunk % CHUNK_MULTIPLE:
             raise ConfigError(
                 f"prefill_chunk is {self.prefill_chunk}; give a multiple of {CHUNK_MULTIPLE}",
