@@ -98,13 +98,17 @@ class OutputTurn:
         self._wants_logprobs = request.logprobs is not None
         self._num_ended = 0
         self._broken: str | None = None
+        self._closed = False
 
     def feed(self, delta: Delta) -> list[OutputEvent]:
         """Output events that the delta makes certain."""
         return self._watch(self._parser.feed(delta.channel, delta.text))
 
     def close(self) -> list[OutputEvent]:
-        """What was held back."""
+        """What was held back; nothing the second time."""
+        if self._closed:
+            return []
+        self._closed = True
         return self._watch(self._parser.finish())
 
     def finish_reason(self, reason: FinishReason) -> str:
@@ -164,11 +168,16 @@ class StreamBuilder:
         self._held_logprobs += self._turn.logprobs(event)
         return self._chunks(self._turn.feed(event))
 
-    def finish(self, event: Finished) -> list[dict[str, Any]]:
-        """The remaining text, the finish chunk, and the usage chunk if wanted.
+    def flush(self) -> list[dict[str, Any]]:
+        """Chunks of what was held back, once the output is over; send them before `finish`, whose
+        error must not take them along."""
+        return self._chunks(self._turn.close())
 
-        Raises MalformedToolCallError; the chunks of `delta` before it stand."""
-        chunks = self._chunks(self._turn.close())
+    def finish(self, event: Finished) -> list[dict[str, Any]]:
+        """What `flush` has not given yet, the finish chunk, and the usage chunk if wanted.
+
+        Raises MalformedToolCallError; the chunks before it stand."""
+        chunks = self.flush()
         reason = self._turn.finish_reason(event.reason)
         chunks.append(self._chunk({}, finish_reason=reason))
         if self._request.include_usage:

@@ -115,6 +115,8 @@ async def _stream(request: Request[App, Any], job: Job, events: EventStream) -> 
         await stream.send(map(sse.data, builder.start()))
         async for event in stream.read(events):
             _follow(context, job, event)
+            if isinstance(event, Finished):
+                await stream.send(map(sse.data, builder.flush()))
             await stream.send(map(sse.data, _chunks(builder, event)))
         await stream.send([sse.DONE])
     except Exception as exception:

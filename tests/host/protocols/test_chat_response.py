@@ -240,6 +240,18 @@ def test_finish_reason(build, reason, texts, expected):
     assert last["choices"][0]["finish_reason"] == expected
 
 
+def test_text_held_back_is_sent_before_the_error_of_a_malformed_call():
+    builder = StreamBuilder(parse(tools=[WEATHER]), IDENTITY, demo_frontend())
+    opening = "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parame"
+    sent = builder.delta(delta(opening)) + builder.flush()
+    with pytest.raises(MalformedToolCallError):
+        builder.finish(finished(FinishReason.STOP_TOKEN))
+    calls = [c for s in sent for c in s["choices"][0]["delta"].get("tool_calls", ())]
+    assert calls[0]["function"]["name"] == "get_weather"
+    arguments = "".join(c["function"].get("arguments", "") for c in calls)
+    assert arguments == '{"city": "Oslo\\n</parame'
+
+
 def test_call_cut_by_a_limit_is_not_in_the_whole_response():
     deltas = [delta(t) for t in ("Look.", *CUT, "<broken>")]
     message = whole(deltas, end=finished(FinishReason.OUTPUT_LIMIT), tools=[WEATHER])["choices"][0][
