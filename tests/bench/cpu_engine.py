@@ -6,23 +6,20 @@ python -m tests.bench.cpu_engine [--package P] [--threads N] [--write]
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import platform
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from ginfer.config import EngineConfig
 from ginfer.engine.bench import measure_decode, measure_prefill
 from ginfer.engine.engine import Engine
+from tests.bench.summary import record
 
 ROOT = Path(__file__).parents[2]
 DEMO_PACKAGE = ROOT / "appliance/demo/qwen3.8-demo-groupwise-int.ginfer"
-SUMMARY = ROOT / "docs/performance/summary.json"
 REPEATS = 3
 READY = (
     "import sys, pathlib\n"
@@ -76,16 +73,6 @@ def _best_seconds(command: list[str]) -> float:
     return min(times)
 
 
-def record(figures: dict[str, tuple[float, str]]) -> None:
-    """Merge figures into the summary."""
-    summary: dict[str, Any] = json.loads(SUMMARY.read_text()) if SUMMARY.exists() else {}
-    stamp = {"date": datetime.date.today().isoformat(), "device": _device(), "commit": _commit()}
-    for name, (value, unit) in figures.items():
-        summary[name] = {"value": float(f"{value:.4g}"), "unit": unit, **stamp}
-    SUMMARY.parent.mkdir(parents=True, exist_ok=True)
-    SUMMARY.write_text(json.dumps(summary, indent=2, sort_keys=True) + "\n")
-
-
 def _device() -> str:
     names = [
         line.split(":", 1)[1].strip()
@@ -93,17 +80,6 @@ def _device() -> str:
         if line.startswith("model name")
     ]
     return f"{names[0] if names else platform.machine()}, {len(names)} cores"
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-    )
-    return done.stdout.strip()
 
 
 def main() -> None:
@@ -117,7 +93,7 @@ def main() -> None:
     for name, (value, unit) in figures.items():
         print(f"{name:28} {value:10.1f} {unit}")
     if options.write:
-        record(figures)
+        record(figures, _device())
 
 
 if __name__ == "__main__":
