@@ -1,6 +1,6 @@
 """Linear operators on a GPU beside cuBLAS bf16 and tinygemm int4, in one process.
 
-python -m tests.bench.ops [--out FILE] [--commit SHA]      needs torch with CUDA and the kernel image
+python -m tests.bench.ops [--out FILE] [--commit SHA]     needs torch with CUDA and kernel images
 
 Each figure is the median of replays of a graph of launches over different weights beyond the L2
 cache, all data random. The read ceiling is a float32 sum over 8 GB, measured in the same run.
