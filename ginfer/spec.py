@@ -1,5 +1,4 @@
-"""Dimensions of a model as the backends need them: the block shapes and nothing about files or
-requests."""
+"""Dimensions of a model as the backends need them: block shapes, nothing about files or requests."""
 
 from __future__ import annotations
 
