@@ -1,4 +1,4 @@
-"""Dimensions of a model as the backends need them: block shapes, nothing about files or requests."""
+"""Dimensions of a model as the backends need them: shapes of blocks, no files, no requests."""
 
 from __future__ import annotations
 
