@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PY     := $(BIN)/python
+INSTALL := PYTHONWARNINGS=ignore $(PY) -m pip install --quiet --disable-pip-version-check
 ONCE   ?=
 DEMO   := appliance/demo/qwen3.8-demo-groupwise-int.ginfer
-HOST_THREADS := $(shell nproc 2>/dev/null || echo 2)
 
 export PYTHONDONTWRITEBYTECODE ?= 1
 
@@ -18,19 +18,19 @@ help:  ## Print this list
 
 $(VENV)/.run: setup.cfg pyproject.toml
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e .
+	$(INSTALL) -e .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.run
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test,pack]'
+	$(INSTALL) -e '.[test,pack]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.test
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@
 
 $(VENV)/.oracle: $(VENV)/.test
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[oracle]'
+	$(INSTALL) -e '.[oracle]'
 	@touch $@
 
 install: $(VENV)/.run  ## Make the virtual environment and install the project into it

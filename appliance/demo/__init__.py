@@ -1,0 +1,1 @@
+"""The demo package as data: a tiny trained model for trying and testing."""
