@@ -69,3 +69,12 @@ def test_what_does_not_fit_is_refused_with_both_numbers(options, param, numbers)
         plan(**options)
     assert caught.value.param == param
     assert all(number in str(caught.value) for number in numbers), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "says"), [(0, "64 to 16384"), (16448, "64 to 16384"), (100, "64")]
+)
+def test_a_prefill_chunk_is_bounded_and_whole_pages(chunk, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        EngineConfig(package=Path("x.ginfer"), prefill_chunk=chunk)
+    assert caught.value.param == "prefill_chunk"
