@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 from sanic.server.protocols.http_protocol import HttpProtocol
 
-from appliance.protocols.openai_chat import error_body
+from appliance.protocols.openai_errors import error_body
 from ginfer.errors import UnavailableError
 
 MAX_CONNECTIONS = 1024

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from asyncio import CancelledError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from sanic.exceptions import RequestCancelled, SanicException
 from sanic.handlers import ErrorHandler
 from sanic.response import HTTPResponse
 
-from appliance.protocols.openai_chat import error_body
+from appliance.protocols import openai_errors
 from ginfer.errors import GInferError, InternalError, UnavailableError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sanic import Request
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,10 @@ CODES = {
     417: "expectation_failed",
     503: "service_unavailable",
 }
+
+
+# routes whose protocol has errors of its own form
+ERROR_BODIES: dict[str, Callable[[GInferError], dict[str, Any]]] = {}
 
 
 class HttpError(GInferError):
@@ -58,9 +64,13 @@ def as_error(exception: BaseException) -> GInferError:
     return InternalError("internal error of the server; its log has the details")
 
 
-def error_response(exception: BaseException) -> HTTPResponse:
-    """The response that tells `exception`."""
+def error_response(exception: BaseException, path: str = "") -> HTTPResponse:
+    """The response that tells `exception` in the form of the protocol that `path` belongs to."""
     error = as_error(exception)
+    error_body = next(
+        (body for prefix, body in ERROR_BODIES.items() if path.startswith(prefix)),
+        openai_errors.error_body,
+    )
     headers = dict(getattr(exception, "headers", {}))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -79,4 +89,4 @@ class JsonErrorHandler(ErrorHandler):
 
     def response(self, request: Request, exception: Exception) -> HTTPResponse:
         """The response to an exception, whether a handler, the router or the parser raised it."""
-        return error_response(exception)
+        return error_response(exception, request.path)

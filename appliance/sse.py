@@ -1,11 +1,9 @@
-"""Server-sent events: framing, keep-alive comments, readers that stall."""
+"""Server-sent events: keep-alive frames, readers that stall."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import TYPE_CHECKING, Any
-
-import orjson
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
@@ -18,13 +16,6 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-KEEPALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
-
-
-def data(value: Any) -> bytes:
-    """An event that carries a JSON value."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 class SseStream:
@@ -35,11 +26,13 @@ class SseStream:
         request: Request[Any, Any],
         response: HTTPResponse,
         *,
+        keepalive: bytes,
         keepalive_s: float,
         send_timeout_s: float,
     ) -> None:
         self._request = request
         self._response = response
+        self._keepalive = keepalive
         self._keepalive_s = keepalive_s
         self._send_timeout_s = send_timeout_s
         self._loop = asyncio.get_running_loop()
@@ -47,12 +40,24 @@ class SseStream:
 
     @classmethod
     async def open(
-        cls, request: Request[Any, Any], *, keepalive_s: float, send_timeout_s: float
+        cls,
+        request: Request[Any, Any],
+        *,
+        keepalive: bytes,
+        keepalive_s: float,
+        send_timeout_s: float,
     ) -> SseStream:
-        """Answer `request` with a stream; the headers go out with the first `send`."""
+        """Answer `request` with a stream; the headers go out with the first `send`. keepalive: the
+        frame that shows life."""
         response = await request.respond(content_type=CONTENT_TYPE, headers=HEADERS)
         assert response is not None
-        return cls(request, response, keepalive_s=keepalive_s, send_timeout_s=send_timeout_s)
+        return cls(
+            request,
+            response,
+            keepalive=keepalive,
+            keepalive_s=keepalive_s,
+            send_timeout_s=send_timeout_s,
+        )
 
     async def send(self, frames: Iterable[bytes]) -> None:
         """Write frames; nothing when there are none. A reader that takes nothing for
@@ -70,14 +75,14 @@ class SseStream:
         self._last_sent = self._loop.time()
 
     async def read(self, events: EventStream) -> AsyncIterator[Event]:
-        """Events as they come; a comment goes out whenever nothing was sent for keepalive_s, also
-        when events arrive that show nothing yet."""
+        """Events as they come; the keep-alive frame goes out whenever nothing was sent for
+        keepalive_s, also when events arrive that show nothing yet."""
         while True:
             try:
                 async with asyncio.timeout_at(self._last_sent + self._keepalive_s):
                     event = await anext(events)
             except TimeoutError:
-                await self.send([KEEPALIVE])
+                await self.send([self._keepalive])
             except StopAsyncIteration:
                 return
             else:

@@ -7,31 +7,22 @@ from hashlib import blake2b
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-from ginfer.engine.request import FinishReason
-from ginfer.errors import GInferError
+from appliance.protocols import frames
+from appliance.protocols.openai_errors import error_body
+from appliance.protocols.turn import OutputTurn
 from ginfer.frontend.base import (
     CallArguments,
     CallBroken,
-    CallEnded,
     CallStarted,
     ContentText,
     ReasoningText,
 )
-from ginfer.prompt import Channel
 
 if TYPE_CHECKING:
     from appliance.protocols.openai_chat import ChatRequest
-    from ginfer.engine.request import Delta, Finished, TokenLogprob, Usage
+    from ginfer.engine.request import Delta, Finished, Started, Usage
+    from ginfer.errors import GInferError
     from ginfer.frontend.base import Frontend, OutputEvent
-
-LIMITS = (FinishReason.OUTPUT_LIMIT, FinishReason.CONTEXT_LIMIT)
-
-
-class MalformedToolCallError(GInferError):
-    """The model announced a call and ended its turn without completing it; a retry may help."""
-
-    code = "tool_call_malformed"
-    status = 502
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,67 +80,8 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-class OutputTurn:
-    """One response being parsed: channel text to output events, and the state of its calls."""
-
-    def __init__(self, request: ChatRequest, frontend: Frontend) -> None:
-        self._parser = frontend.output_parser(request.active_tools)
-        self._frontend = frontend
-        self._wants_logprobs = request.logprobs is not None
-        self._num_ended = 0
-        self._broken: str | None = None
-        self._closed = False
-
-    def feed(self, delta: Delta) -> list[OutputEvent]:
-        """Output events that the delta makes certain."""
-        return self._watch(self._parser.feed(delta.channel, delta.text))
-
-    def close(self) -> list[OutputEvent]:
-        """What was held back; nothing the second time."""
-        if self._closed:
-            return []
-        self._closed = True
-        return self._watch(self._parser.finish())
-
-    def finish_reason(self, reason: FinishReason) -> str:
-        """length at a limit, tool_calls if a call was completed, else stop.
-
-        Raises MalformedToolCallError when an announced call is unfinished although no limit and no
-        cancellation cut it."""
-        if reason in LIMITS:
-            return "length"
-        if self._broken is not None and reason is not FinishReason.CANCELLED:
-            raise MalformedToolCallError(f"the model did not complete a tool call: {self._broken}")
-        return "tool_calls" if self._num_ended else "stop"
-
-    def logprobs(self, delta: Delta) -> list[dict[str, Any]]:
-        """Entries of the answer's tokens in the delta, when the request wants them."""
-        if not self._wants_logprobs or delta.channel is not Channel.CONTENT:
-            return []
-        return [self._entry(entry) for entry in delta.logprobs]
-
-    def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
-        top = [self._token(token_id, logprob) for token_id, logprob in entry.top]
-        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._frontend.token_text(token_id),
-            "logprob": logprob,
-            "bytes": list(self._frontend.token_bytes(token_id)),
-        }
-
-    def _watch(self, events: list[OutputEvent]) -> list[OutputEvent]:
-        for event in events:
-            if isinstance(event, CallEnded):
-                self._num_ended += 1
-            elif isinstance(event, CallBroken):
-                self._broken = event.reason
-        return events
-
-
-class StreamBuilder:
-    """Builds the chunks of a streamed response. Call start once, delta per Delta, finish once."""
+class ChatWriter:
+    """The chunks of a streamed response: implements `StreamWriter`."""
 
     def __init__(self, request: ChatRequest, identity: Identity, frontend: Frontend) -> None:
         self._request = request
@@ -158,35 +90,43 @@ class StreamBuilder:
         self._turn = OutputTurn(request, frontend)
         self._held_logprobs: list[dict[str, Any]] = []  # of tokens whose text is still ambiguous
 
-    def start(self) -> list[dict[str, Any]]:
+    def start(self) -> list[bytes]:
         """The role chunk; it names what was accepted without effect."""
         chunk = self._chunk({"role": "assistant", "content": ""})
-        return [chunk | acceptance_report(self._request)]
+        return [frames.data(chunk | acceptance_report(self._request))]
 
-    def delta(self, event: Delta) -> list[dict[str, Any]]:
+    def started(self, event: Started) -> list[bytes]:
+        """Nothing: the usage at the end says it."""
+        return []
+
+    def delta(self, event: Delta) -> list[bytes]:
         """Chunks for new output; none while it is ambiguous."""
         self._held_logprobs += self._turn.logprobs(event)
         return self._chunks(self._turn.feed(event))
 
-    def flush(self) -> list[dict[str, Any]]:
-        """Chunks of what was held back, once the output is over; send them before `finish`, whose
-        error must not take them along."""
+    def flush(self) -> list[bytes]:
+        """Chunks of what was held back."""
         return self._chunks(self._turn.close())
 
-    def finish(self, event: Finished) -> list[dict[str, Any]]:
-        """What `flush` has not given yet, the finish chunk, and the usage chunk if wanted.
+    def finish(self, event: Finished) -> list[bytes]:
+        """What `flush` has not given yet, the finish chunk, the usage chunk if wanted, `[DONE]`.
 
         Raises MalformedToolCallError; the chunks before it stand."""
         chunks = self.flush()
         reason = self._turn.finish_reason(event.reason)
-        chunks.append(self._chunk({}, finish_reason=reason))
+        chunks.append(frames.data(self._chunk({}, finish_reason=reason)))
         if self._request.include_usage:
-            chunks.append({**self._head, "choices": [], "usage": usage_body(event.usage)})
-        return chunks
+            usage = {**self._head, "choices": [], "usage": usage_body(event.usage)}
+            chunks.append(frames.data(usage))
+        return [*chunks, frames.DONE]
 
-    def _chunks(self, events: list[OutputEvent]) -> list[dict[str, Any]]:
+    def fail(self, error: GInferError) -> list[bytes]:
+        """The error object as an event; no `[DONE]`."""
+        return [frames.data(error_body(error))]
+
+    def _chunks(self, events: list[OutputEvent]) -> list[bytes]:
         deltas = [self._wire_delta(event) for event in events]
-        return [self._chunk(delta) for delta in deltas if delta]
+        return [frames.data(self._chunk(delta)) for delta in deltas if delta]
 
     def _wire_delta(self, event: OutputEvent) -> dict[str, Any]:
         """The delta that shows an event; empty for events that show nothing."""
@@ -214,8 +154,8 @@ class StreamBuilder:
         return chunk | {"usage": None} if self._request.include_usage else chunk
 
 
-class ResponseBuilder:
-    """Builds the object of a response that is not streamed. Call delta per Delta, finish once."""
+class ChatCollector:
+    """The object of a response that is not streamed: implements `Collector`."""
 
     def __init__(self, request: ChatRequest, identity: Identity, frontend: Frontend) -> None:
         self._request = request

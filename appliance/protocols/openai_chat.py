@@ -1,102 +1,31 @@
-"""OpenAI Chat Completions: wire JSON to a request, engine events to wire JSON. Pure.
+"""OpenAI Chat Completions: wire JSON to a request. Pure.
 
-Typical use by a route:
-
-    request = parse_request(body, defaults=defaults)
-    prompt = frontend.prepare(request.messages, request.active_tools, request.options)
-    preset = frontend.sampling_defaults(thinking=request.options.thinking)
-    engine_request = request.to_engine_request(prompt, request_id, preset)
-    builder = StreamBuilder(request, identity, frontend)       # or ResponseBuilder
-    builder.start(), builder.delta(event) per Delta, builder.finish(event) for Finished
-
-The route checks that `request.model` is served, sends comments while nothing happens, and turns
-errors into `error_body`; everything a client can observe in a body is decided here.
+Everything a client can observe in a body is decided in `openai_chat` and `chat_response`; the route
+checks that `request.model` is served, keeps the stream alive and turns errors into bodies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.protocols import checks
 from appliance.protocols.chat_fields import check_fields, conflict
-from appliance.protocols.chat_response import Identity, ResponseBuilder, StreamBuilder
-from appliance.protocols.defaults import SamplingOverrides, ServerDefaults
-from ginfer.engine.request import Request, StopString
+from appliance.protocols.defaults import SamplingOverrides
+from appliance.protocols.generation import Generation
 from ginfer.prompt import PromptOptions
 
 if TYPE_CHECKING:
-    from ginfer.errors import GInferError
-    from ginfer.frontend.base import SamplingDefaults
-    from ginfer.prompt import Message, PreparedPrompt, Tool
+    from appliance.protocols.defaults import ServerDefaults
 
-__all__ = [
-    "ChatRequest",
-    "Identity",
-    "ResponseBuilder",
-    "SamplingOverrides",
-    "ServerDefaults",
-    "StreamBuilder",
-    "error_body",
-    "parse_request",
-    "prompt_options",
-]
-
-MESSAGE_CHARS = 1000  # an error may quote a name of any length
-PARAM_CHARS = 200
 SAMPLING_FIELDS = tuple(SamplingOverrides.__dataclass_fields__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatRequest:
-    """A checked request. `max_tokens` and `options` are final: server defaults are applied.
+class ChatRequest(Generation):
+    """A checked request. include_usage: the stream ends with a chunk of token counts."""
 
-    sampling: the request's wishes over the server's. logprobs: None = off, else the number of
-    alternatives per token.
-    thinking_budget: most reasoning tokens, None = no limit. accepted_without_effect: names of the
-    advisory fields given.
-    """
-
-    model: str
-    messages: tuple[Message, ...]
-    options: PromptOptions
-    max_tokens: int
-    tools: tuple[Tool, ...] = ()
-    tool_choice: str = "auto"
-    sampling: SamplingOverrides = field(default_factory=SamplingOverrides)
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
-    stop: tuple[str, ...] = ()
-    thinking_budget: int | None = None
-    stream: bool = False
     include_usage: bool = False
-    accepted_without_effect: tuple[str, ...] = ()
-
-    @property
-    def active_tools(self) -> tuple[Tool, ...]:
-        """The tools that the model is shown and may call."""
-        return () if self.tool_choice == "none" else self.tools
-
-    @property
-    def has_tool_history(self) -> bool:
-        """Whether the conversation contains tool calls or results."""
-        return any(m.tool_calls or m.role == "tool" for m in self.messages)
-
-    def to_engine_request(
-        self, prompt: PreparedPrompt, request_id: str, preset: SamplingDefaults
-    ) -> Request:
-        """The request as the engine takes it; `preset` is the model's for `options.thinking`."""
-        return Request(
-            request_id=request_id,
-            prompt=prompt,
-            max_tokens=self.max_tokens,
-            sampling=self.sampling.resolve(
-                preset, logprobs=self.logprobs, logit_bias=self.logit_bias
-            ),
-            stop_strings=tuple(StopString(text=text) for text in self.stop),
-            reasoning_budget=self.thinking_budget,
-            keep_special_tokens=bool(self.active_tools) or self.has_tool_history,
-        )
 
 
 def parse_request(body: Any, *, defaults: ServerDefaults) -> ChatRequest:
@@ -163,26 +92,3 @@ def _logprobs(values: dict[str, Any]) -> int | None:
     if values.get("top_logprobs"):
         raise checks.wrong("top_logprobs", values["top_logprobs"], "logprobs: true with it")
     return None
-
-
-def error_type(status: int) -> str:
-    """The error type that OpenAI clients expect for an HTTP status."""
-    if status == 429:
-        return "rate_limit_error"
-    return "server_error" if status >= 500 else "invalid_request_error"
-
-
-def error_body(error: GInferError) -> dict[str, Any]:
-    """The error object, for a response body and for an event of a stream alike."""
-    return {
-        "error": {
-            "message": _cut(error.message, MESSAGE_CHARS),
-            "type": error_type(error.status),
-            "param": error.param and _cut(error.param, PARAM_CHARS),
-            "code": error.code,
-        }
-    }
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."

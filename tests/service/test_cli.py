@@ -15,7 +15,8 @@ import pytest
 
 from appliance.cli.chat import Conversation
 from appliance.cli.main import group, invoke
-from appliance.protocols.openai_chat import ChatRequest, SamplingOverrides
+from appliance.protocols.defaults import SamplingOverrides
+from appliance.protocols.openai_chat import ChatRequest
 from ginfer.prompt import PromptOptions
 from tests.engines import DEMO_PACKAGE, open_demo
 from tests.host.protocols.bodies import WEATHER

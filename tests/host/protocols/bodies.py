@@ -1,6 +1,10 @@
 """Wire bodies and engine events that the protocol tests share."""
 
-from appliance.protocols.openai_chat import Identity, ServerDefaults, parse_request
+import orjson
+
+from appliance.protocols.chat_response import Identity
+from appliance.protocols.defaults import ServerDefaults
+from appliance.protocols.openai_chat import parse_request
 from ginfer.engine.request import Delta, Finished, FinishReason, Timings, Usage
 from ginfer.prompt import Channel
 
@@ -51,6 +55,13 @@ def with_messages(*messages):
 def delta(text, channel=Channel.CONTENT, **more):
     """New text of a channel."""
     return Delta(request_id="r", channel=channel, text=text, **more)
+
+
+def values(frames):
+    """JSON values of the data lines of frames, in order; `[DONE]` is left out."""
+    lines = b"".join(frames).split(b"\n")
+    payloads = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
+    return [orjson.loads(payload) for payload in payloads if payload != b"[DONE]"]
 
 
 def finished(reason=FinishReason.STOP_TOKEN, **usage):

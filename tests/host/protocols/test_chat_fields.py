@@ -7,12 +7,9 @@ import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
 from appliance.protocols.chat_fields import FIELDS, Verdict
-from appliance.protocols.openai_chat import (
-    SamplingOverrides,
-    ServerDefaults,
-    error_body,
-    parse_request,
-)
+from appliance.protocols.defaults import SamplingOverrides, ServerDefaults
+from appliance.protocols.openai_chat import parse_request
+from appliance.protocols.openai_errors import error_body
 from ginfer.engine.request import StopString
 from ginfer.errors import OverloadedError, RequestError, UnsupportedError
 from ginfer.frontend.base import SamplingDefaults

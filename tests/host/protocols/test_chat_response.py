@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from appliance.protocols.chat_response import MalformedToolCallError
-from appliance.protocols.openai_chat import ResponseBuilder, StreamBuilder
+from appliance.protocols.chat_response import ChatCollector, ChatWriter
+from appliance.protocols.turn import MalformedToolCallError
 from ginfer.engine.request import FinishReason, TokenLogprob
 from ginfer.frontend.base import (
     CallArguments,
@@ -24,7 +24,7 @@ from ginfer.frontend.base import (
 )
 from ginfer.prompt import Channel
 from tests.frontends import demo_frontend
-from tests.host.protocols.bodies import IDENTITY, WEATHER, delta, finished, parse
+from tests.host.protocols.bodies import IDENTITY, WEATHER, delta, finished, parse, values
 
 HEAD = {
     "id": "chatcmpl-0123456789abcdef",
@@ -82,16 +82,18 @@ CALLS = Scripted(
 
 def transcript(deltas, frontend=CALLS, end=None, **fields):
     """The chunks of a whole stream."""
-    builder = StreamBuilder(parse(stream=True, **fields), IDENTITY, frontend)
+    builder = ChatWriter(parse(stream=True, **fields), IDENTITY, frontend)
     chunks = builder.start()
     for event in deltas:
         chunks += builder.delta(event)
-    return chunks + builder.finish(end or finished())
+    chunks += builder.finish(end or finished())
+    assert chunks[-1] == b"data: [DONE]\n\n"
+    return values(chunks)
 
 
 def whole(deltas, frontend=CALLS, end=None, **fields):
     """The body of a response that is not streamed."""
-    builder = ResponseBuilder(parse(**fields), IDENTITY, frontend)
+    builder = ChatCollector(parse(**fields), IDENTITY, frontend)
     for event in deltas:
         builder.delta(event)
     return builder.finish(end or finished())
@@ -241,9 +243,9 @@ def test_finish_reason(build, reason, texts, expected):
 
 
 def test_text_held_back_is_sent_before_the_error_of_a_malformed_call():
-    builder = StreamBuilder(parse(tools=[WEATHER]), IDENTITY, demo_frontend())
+    builder = ChatWriter(parse(tools=[WEATHER]), IDENTITY, demo_frontend())
     opening = "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parame"
-    sent = builder.delta(delta(opening)) + builder.flush()
+    sent = values(builder.delta(delta(opening)) + builder.flush())
     with pytest.raises(MalformedToolCallError):
         builder.finish(finished(FinishReason.STOP_TOKEN))
     calls = [c for s in sent for c in s["choices"][0]["delta"].get("tool_calls", ())]

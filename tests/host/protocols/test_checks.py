@@ -5,7 +5,8 @@ import json
 import pytest
 
 from appliance.protocols import checks
-from appliance.protocols.openai_chat import MESSAGE_CHARS, PARAM_CHARS, error_body, parse_request
+from appliance.protocols.openai_chat import parse_request
+from appliance.protocols.openai_errors import MESSAGE_CHARS, PARAM_CHARS, error_body
 from ginfer.errors import RequestError
 from tests.host.protocols.bodies import CALL, DEFAULTS, body, nested
 
