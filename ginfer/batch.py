@@ -71,6 +71,27 @@ class SelectionBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkItems:
+    """Decode attention as I items: a run of 256-key blocks, and the rows that read it in common.
+
+    Every block of every row is in exactly one item. Rows of one item have the same pages in its
+    blocks, and those are complete before the batch. B rows never need more than 2 B - 1 items and
+    B (B + 3) / 2 - 1 entries of `rows` (15 and 43 for 8 rows), however long they are.
+    blocks: [I, 2] int32, first and last + 1 block. indptr: [I + 1] int32 into rows. rows: int32,
+    ascending in an item.
+    """
+
+    blocks: I32
+    indptr: I32
+    rows: I32
+
+    @property
+    def num_items(self) -> int:
+        """I."""
+        return len(self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardBatch:
     """One forward over B rows. Row b owns columns row_indptr[b] .. row_indptr[b + 1].
 
@@ -79,6 +100,7 @@ class ForwardBatch:
     state; column i of row b is token number starts[b] + i. page_table: [B, P] int32, page ids;
     page j of a row holds its tokens 64 j .. 64 j + 63.
     state_in, state_out: [B] int32, recurrent slots read and written (may be equal).
+    items: how decode attention shares reads between rows; None: every row reads its own.
     selection: None when no logits are wanted (a chunk that does not end its prompt).
     """
 
@@ -90,6 +112,7 @@ class ForwardBatch:
     page_table: I32
     state_in: I32
     state_out: I32
+    items: WorkItems | None = None
     selection: SelectionBatch | None = None
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 PAGE_TOKENS = 64  # tokens of one K/V page; GDN chunks have the same length
+BLOCK_TOKENS = 256  # keys of one partial of decode attention; blocks lie at absolute positions
 
 
 class LayerKind(StrEnum):
