@@ -56,6 +56,7 @@ class _Submit(msgspec.Struct):
     has_positions: bool
     rope_delta: int
     opens_reasoning: bool
+    turn_starts: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
@@ -146,6 +147,7 @@ def encode_request(request: Request) -> Frame:
         "has_positions": prompt.positions is not None,
         "rope_delta": prompt.rope_delta,
         "opens_reasoning": prompt.opens_reasoning,
+        "turn_starts": prompt.turn_starts,
     }
     return Frame(FrameType.SUBMIT, header, tail)
 
@@ -163,6 +165,7 @@ def decode_request(frame: Frame) -> Request:
             positions=tail[count:].reshape(3, count).copy() if header.has_positions else None,
             rope_delta=header.rope_delta,
             opens_reasoning=header.opens_reasoning,
+            turn_starts=header.turn_starts,
         )
         names = [f.name for f in fields(Request) if f.name != "prompt"]
         return Request(prompt=prompt, **{name: getattr(header, name) for name in names})

@@ -86,6 +86,8 @@ class PreparedPrompt:
     on all axes).
     rope_delta: next rotary position minus T. opens_reasoning: generation starts inside the think
     block.
+    turn_starts: token positions where turns begin, ascending: the end of system and tools, every
+    later turn, and last the header of the turn to be generated. Hints of where prompts part.
     text: the rendered prompt, for people.
     """
 
@@ -93,6 +95,7 @@ class PreparedPrompt:
     positions: NDArray[np.int32] | None = None
     rope_delta: int = 0
     opens_reasoning: bool = False
+    turn_starts: tuple[int, ...] = ()
     text: str = field(default="", repr=False)
 
     @property

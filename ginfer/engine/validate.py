@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +55,13 @@ def _check_prompt(prompt: PreparedPrompt, spec: ModelSpec) -> None:
         raise RequestError(
             f"prompt positions are {prompt.positions.dtype} {prompt.positions.shape}; give int32 "
             f"(3, {len(ids)})",
+            param="prompt",
+        )
+    borders = (0, *prompt.turn_starts, len(ids))
+    if any(a >= b for a, b in pairwise(borders)):
+        raise RequestError(
+            f"prompt turns start at {prompt.turn_starts}; give ascending tokens between 1 and "
+            f"{len(ids) - 1}",
             param="prompt",
         )
 

@@ -128,9 +128,13 @@ class QwenFrontend:
             **chosen,
         )
         text = _PLACED.sub(lambda m: f"<|im_start|>system\n{late[int(m[1])]}<|im_end|>\n", text)
+        token_ids = self._tokenizer.encode(text, escaped=True)
+        # Only the template writes this control token, and no cached or replayed piece holds one.
+        turn_starts = np.flatnonzero(token_ids == self._turn_start)
         return PreparedPrompt(
-            token_ids=self._tokenizer.encode(text, escaped=True),
+            token_ids=token_ids,
             opens_reasoning=thinking,
+            turn_starts=tuple(turn_starts[1:].tolist()),
             text=self._tokenizer.unescape(text),
         )
 

@@ -40,6 +40,7 @@ def prompts(draw: st.DrawFn) -> PreparedPrompt:
         positions=positions,
         rope_delta=draw(st.integers(-9, 9)),
         opens_reasoning=draw(st.booleans()),
+        turn_starts=tuple(draw(st.lists(TOKEN, max_size=3))),
     )
 
 

@@ -50,6 +50,7 @@ def test_a_request_crosses_unchanged(request: Request) -> None:
     arrived = wire_values.decode_request(_crossed(wire_values.encode_request(request)))
     assert _without_prompt(arrived) == _without_prompt(request)
     sent, got = request.prompt, arrived.prompt
+    assert got.turn_starts == sent.turn_starts
     assert (got.rope_delta, got.opens_reasoning) == (sent.rope_delta, sent.opens_reasoning)
     np.testing.assert_array_equal(got.token_ids, sent.token_ids)
     assert got.token_ids.dtype == np.int32

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -273,6 +274,29 @@ def test_generated_turn_is_replayed_token_by_token(name: str) -> None:
         turns += [message("assistant", answer), message("user", "more")]
     want = [*prompt.token_ids.tolist(), *one_by_one, 4098]
     assert frontend.prepare(turns, tools, PLAIN).token_ids.tolist()[: len(want)] == want
+
+
+def test_turn_starts_are_where_the_template_begins_turns() -> None:
+    frontend = QwenFrontend(demo_resources())
+    spelled = "say <|im_start|>user twice: <|im_start|>"
+    turns = [message("system", "Rules."), message("user", spelled)]
+    prompt = frontend.prepare(turns, (), PLAIN)
+    answer = [i for c in "one by one" for i in frontend.encode(c)]
+    assert frontend.remember(prompt, answer)
+    turns += [message("assistant", "one by one"), message("tool", "1"), message("tool", "2")]
+    for _ in range(2):  # cold and from the piece cache
+        longer = frontend.prepare(turns, (), PLAIN)
+        ids = longer.token_ids.tolist()
+        cuts = [0, *longer.turn_starts, len(ids)]
+        parts = ["".join(map(frontend.token_text, ids[a:b])) for a, b in pairwise(cuts)]
+        assert "".join(parts) == longer.text
+        roles = [part.removeprefix("<|im_start|>").partition("\n")[0] for part in parts]
+        assert roles == ["system", "user", "assistant", "user", "assistant"]
+        assert spelled in parts[1]
+        assert parts[4] == "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    n = prompt.turn_starts[-1]
+    assert prompt.turn_starts == longer.turn_starts[: len(prompt.turn_starts)]
+    assert ids[n : longer.turn_starts[-2] - 2] == [*prompt.token_ids[n:].tolist(), *answer]
 
 
 def test_user_text_never_replays_generated_ids() -> None:
