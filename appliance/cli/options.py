@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from appliance.protocols.chat_fields import EFFORTS
 from appliance.protocols.defaults import SamplingOverrides
+from appliance.protocols.fields import EFFORTS
 from ginfer.config import EngineConfig
 from ginfer.engine.request import SamplingParams
 from ginfer.errors import ConfigError

@@ -3,72 +3,29 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from appliance.protocols import checks
 from appliance.protocols.chat_messages import parse_messages, parse_tool_choice, parse_tools
+from appliance.protocols.fields import (
+    MAX_SEED,
+    MAX_TOKENS,
+    Field,
+    Verdict,
+    cache_options,
+    effort,
+    integer,
+    never,
+    number,
+    one_of,
+    only,
+    template_kwargs,
+)
 from ginfer.engine.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
-from ginfer.errors import RequestError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-MAX_TOKENS = (1 << 31) - 1
-MAX_SEED = (1 << 64) - 1
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
-
-
-class Verdict(StrEnum):
-    """What happens to a field."""
-
-    OBEYED = "obeyed"
-    REFUSED = "refused"
-    ACCEPTED = "accepted without effect"
-
-
-@dataclass(frozen=True)
-class Field:
-    """One request field. `check(value, path)` returns the value as the request keeps it, or raises
-    RequestError; `note` is its line in docs/api.md."""
-
-    verdict: Verdict
-    check: Callable[[Any, str], Any]
-    note: str
-
-
-def _number(low: float, high: float) -> Callable[[Any, str], float]:
-    return lambda value, path: checks.number(value, path, low, high)
-
-
-def _integer(low: int, high: int) -> Callable[[Any, str], int]:
-    return lambda value, path: checks.integer(value, path, low, high)
-
-
-def _one_of(*legal: str, code: str = "invalid_value") -> Callable[[Any, str], str]:
-    return lambda value, path: checks.one_of(value, path, legal, code=code)
-
-
-def _only(legal: object, why: str, code: str) -> Callable[[Any, str], Any]:
-    """Accept one value; refuse every other by `code`."""
-
-    def check(value: Any, path: str) -> Any:
-        if type(value) is not type(legal) or value != legal:
-            raise checks.refused(path, f"{why}; it is {checks.shown(value)}", code=code)
-        return value
-
-    return check
-
-
-def _never(why: str, code: str = "unsupported_parameter") -> Callable[[Any, str], NoReturn]:
-    def check(value: Any, path: str) -> NoReturn:
-        raise checks.refused(path, why, code=code)
-
-    return check
 
 
 def _stop(value: Any, path: str) -> tuple[str, ...]:
@@ -123,43 +80,12 @@ def _modalities(value: Any, path: str) -> Any:
     return value
 
 
-def _effort(value: Any, path: str) -> str:
-    return checks.one_of(value, path, EFFORTS, code="reasoning_effort_not_supported")
-
-
-TEMPLATE_KWARGS: dict[str, Callable[[Any, str], Any]] = {
-    "enable_thinking": checks.boolean,
-    "preserve_thinking": checks.boolean,
-    "reasoning_effort": _effort,
-}
-
-
-def _template_kwargs(value: Any, path: str) -> dict[str, Any]:
-    """The thinking options, given the way template arguments are."""
-    found = checks.mapping(value, path)
-    for name in found:
-        if name not in TEMPLATE_KWARGS:
-            known = ", ".join(TEMPLATE_KWARGS)
-            raise checks.refused(
-                f"{path}.{name}",
-                f"not a template option; known: {known}",
-                code="chat_template_option_not_supported",
-            )
-    return {k: TEMPLATE_KWARGS[k](v, f"{path}.{k}") for k, v in found.items() if v is not None}
-
-
 def _prediction(value: Any, path: str) -> None:
     found = checks.members(value, path, ("type", "content"))
     checks.one_of(checks.required(found, path, "type"), f"{path}.type", ("content",))
     content = checks.required(found, path, "content")
     if not isinstance(content, str | list):
         raise checks.wrong(f"{path}.content", content, "a string or an array of text parts")
-
-
-def _cache_options(value: Any, path: str) -> None:
-    found = checks.members(value, path, ("mode", "ttl"))
-    for name, member in found.items():
-        checks.string(member, f"{path}.{name}")
 
 
 FIELDS: dict[str, Field] = {
@@ -169,25 +95,25 @@ FIELDS: dict[str, Field] = {
     "messages": Field(Verdict.OBEYED, parse_messages, "required; see Messages below"),
     "max_completion_tokens": Field(
         Verdict.OBEYED,
-        _integer(1, MAX_TOKENS),
+        integer(1, MAX_TOKENS),
         "above 0; reasoning counts; default `--default-max-tokens`; the context ends a response "
         "too",
     ),
     "max_tokens": Field(
         Verdict.OBEYED,
-        _integer(1, MAX_TOKENS),
+        integer(1, MAX_TOKENS),
         "older name of max_completion_tokens; both given and different is 400 "
         "`conflicting_parameters`",
     ),
-    "temperature": Field(Verdict.OBEYED, _number(0, 2), "0 to 2; 0 is greedy"),
-    "top_p": Field(Verdict.OBEYED, _number(0, 1), "0 to 1, exact over the top_k"),
-    "top_k": Field(Verdict.OBEYED, _integer(0, MAX_TOKENS), "0 is no limit; any value, exactly"),
-    "min_p": Field(Verdict.OBEYED, _number(0, 1), "0 to 1"),
+    "temperature": Field(Verdict.OBEYED, number(0, 2), "0 to 2; 0 is greedy"),
+    "top_p": Field(Verdict.OBEYED, number(0, 1), "0 to 1, exact over the top_k"),
+    "top_k": Field(Verdict.OBEYED, integer(0, MAX_TOKENS), "0 is no limit; any value, exactly"),
+    "min_p": Field(Verdict.OBEYED, number(0, 1), "0 to 1"),
     "presence_penalty": Field(
-        Verdict.OBEYED, _number(-2, 2), "-2 to 2; counts generated tokens; at temperature 0 too"
+        Verdict.OBEYED, number(-2, 2), "-2 to 2; counts generated tokens; at temperature 0 too"
     ),
     "frequency_penalty": Field(
-        Verdict.OBEYED, _number(-2, 2), "-2 to 2; counts generated tokens; at temperature 0 too"
+        Verdict.OBEYED, number(-2, 2), "-2 to 2; counts generated tokens; at temperature 0 too"
     ),
     "logit_bias": Field(
         Verdict.OBEYED,
@@ -196,7 +122,7 @@ FIELDS: dict[str, Field] = {
     ),
     "seed": Field(
         Verdict.OBEYED,
-        _integer(0, MAX_SEED),
+        integer(0, MAX_SEED),
         "0 to 2^64 - 1; the same request repeats its tokens at any load, unless one of them reuses "
         "an earlier answer (`cached_tokens`), whose last bits differ; fresh when absent",
     ),
@@ -213,9 +139,9 @@ FIELDS: dict[str, Field] = {
         "reasoning not",
     ),
     "top_logprobs": Field(
-        Verdict.OBEYED, _integer(0, MAX_TOP_LOGPROBS), f"0 to {MAX_TOP_LOGPROBS}; needs logprobs"
+        Verdict.OBEYED, integer(0, MAX_TOP_LOGPROBS), f"0 to {MAX_TOP_LOGPROBS}; needs logprobs"
     ),
-    "n": Field(Verdict.OBEYED, _only(1, "one choice per request", "n_not_supported"), "only 1"),
+    "n": Field(Verdict.OBEYED, only(1, "one choice per request", "n_not_supported"), "only 1"),
     "stream": Field(Verdict.OBEYED, checks.boolean, "server-sent events, ended by `[DONE]`"),
     "stream_options": Field(
         Verdict.OBEYED,
@@ -231,7 +157,7 @@ FIELDS: dict[str, Field] = {
     ),
     "parallel_tool_calls": Field(
         Verdict.OBEYED,
-        _only(True, "the number of calls cannot be limited", "parallel_tool_calls_not_supported"),
+        only(True, "the number of calls cannot be limited", "parallel_tool_calls_not_supported"),
         "only true",
     ),
     "response_format": Field(
@@ -242,17 +168,17 @@ FIELDS: dict[str, Field] = {
     "modalities": Field(Verdict.OBEYED, _modalities, 'only `["text"]`'),
     "verbosity": Field(
         Verdict.OBEYED,
-        _only("medium", "the answer's length has no switch", "verbosity_not_supported"),
+        only("medium", "the answer's length has no switch", "verbosity_not_supported"),
         "only `medium`, which is its default",
     ),
     "store": Field(
         Verdict.OBEYED,
-        _only(False, "completions are not stored", "store_not_supported"),
+        only(False, "completions are not stored", "store_not_supported"),
         "only false: nothing is stored",
     ),
     "reasoning_effort": Field(
         Verdict.OBEYED,
-        _effort,
+        effort,
         "none (thinking off), minimal, low, medium, high, xhigh, max; the nearest level that the "
         "template has, ties upward",
     ),
@@ -266,12 +192,12 @@ FIELDS: dict[str, Field] = {
     ),
     "chat_template_kwargs": Field(
         Verdict.OBEYED,
-        _template_kwargs,
+        template_kwargs,
         "extension; enable_thinking, preserve_thinking, reasoning_effort: the same as the fields",
     ),
     "thinking_budget": Field(
         Verdict.OBEYED,
-        _integer(0, MAX_TOKENS),
+        integer(0, MAX_TOKENS),
         "extension; most tokens of reasoning; at the limit the think block is closed, the closing "
         "is not shown",
     ),
@@ -281,12 +207,12 @@ FIELDS: dict[str, Field] = {
         Verdict.ACCEPTED, checks.string, "a hint; prefixes are found by their tokens"
     ),
     "prompt_cache_retention": Field(
-        Verdict.ACCEPTED, _one_of("in-memory", "in_memory", "24h"), "a hint"
+        Verdict.ACCEPTED, one_of("in-memory", "in_memory", "24h"), "a hint"
     ),
-    "prompt_cache_options": Field(Verdict.ACCEPTED, _cache_options, "a hint"),
+    "prompt_cache_options": Field(Verdict.ACCEPTED, cache_options, "a hint"),
     "service_tier": Field(
         Verdict.ACCEPTED,
-        _one_of("auto", "default", code="service_tier_not_supported"),
+        one_of("auto", "default", code="service_tier_not_supported"),
         "`auto` or `default`; there is one tier",
     ),
     "prediction": Field(
@@ -294,39 +220,18 @@ FIELDS: dict[str, Field] = {
     ),
     "metadata": Field(
         Verdict.REFUSED,
-        _never("labels belong to stored completions, and none are stored"),
+        never("labels belong to stored completions, and none are stored"),
         "labels for stored completions; nothing is stored",
     ),
-    "functions": Field(Verdict.REFUSED, _never("use tools"), "use tools"),
-    "function_call": Field(Verdict.REFUSED, _never("use tool_choice"), "use tool_choice"),
+    "functions": Field(Verdict.REFUSED, never("use tools"), "use tools"),
+    "function_call": Field(Verdict.REFUSED, never("use tool_choice"), "use tool_choice"),
     "audio": Field(
-        Verdict.REFUSED, _never("text only", "modality_not_supported"), "`modality_not_supported`"
+        Verdict.REFUSED, never("text only", "modality_not_supported"), "`modality_not_supported`"
     ),
     "web_search_options": Field(
-        Verdict.REFUSED, _never("there is no web search; offer it as a function"), "no web search"
+        Verdict.REFUSED, never("there is no web search; offer it as a function"), "no web search"
     ),
     "moderation": Field(
-        Verdict.REFUSED, _never("there is no moderation model"), "no moderation model"
+        Verdict.REFUSED, never("there is no moderation model"), "no moderation model"
     ),
 }
-
-
-def check_fields(body: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Checked values of the fields given, null counting as absent, and the names of those accepted
-    without effect. Raises RequestError: unknown_parameter, or what the field's check says."""
-    for name in body:
-        if name not in FIELDS:
-            raise checks.unknown(name)
-    given = {name: value for name, value in body.items() if value is not None}
-    values = {name: FIELDS[name].check(value, name) for name, value in given.items()}
-    accepted = tuple(n for n in FIELDS if n in given and FIELDS[n].verdict is Verdict.ACCEPTED)
-    return values, accepted
-
-
-def conflict(names: tuple[str, str], code: str) -> RequestError:
-    """The error for two fields that contradict each other."""
-    return RequestError(
-        f"{names[0]} and {names[1]} contradict each other; give one of them",
-        code=code,
-        param=names[1],
-    )

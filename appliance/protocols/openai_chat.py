@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.protocols import checks
-from appliance.protocols.chat_fields import check_fields, conflict
+from appliance.protocols.chat_fields import FIELDS
 from appliance.protocols.defaults import SamplingOverrides
+from appliance.protocols.fields import check_fields, conflict
 from appliance.protocols.generation import Generation
 from ginfer.prompt import PromptOptions
 
@@ -31,7 +32,7 @@ class ChatRequest(Generation):
 def parse_request(body: Any, *, defaults: ServerDefaults) -> ChatRequest:
     """Check a decoded body. Raises RequestError (400) whose `param` is the path of the member, as
     in messages.3.content.0.text; UnsupportedError when the member is refused."""
-    values, accepted = check_fields(checks.mapping(body, "body"))
+    values, accepted = check_fields(checks.mapping(body, "body"), FIELDS)
     own = SamplingOverrides(**{k: values[k] for k in SAMPLING_FIELDS if k in values})
     tools = values.get("tools", ())
     if values.get("tool_choice", "none") != "none" and not tools:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
 
-from appliance.protocols.chat_fields import FIELDS, Verdict
+from appliance.protocols.chat_fields import FIELDS
 from appliance.protocols.defaults import SamplingOverrides, ServerDefaults
+from appliance.protocols.fields import Verdict
 from appliance.protocols.openai_chat import parse_request
 from appliance.protocols.openai_errors import error_body
 from ginfer.engine.request import StopString
