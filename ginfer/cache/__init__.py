@@ -1,7 +1,8 @@
 """Host bookkeeping of K/V pages, recurrent slots and reusable prefixes; no device code."""
 
 from ginfer.cache.arena import Pool
-from ginfer.cache.prefix import AppendPrefixCache, MadeBy, Prefix, PrefixCache
+from ginfer.cache.prefix import AppendPrefixCache, Prefix, PrefixCache
+from ginfer.cache.segment import MadeBy
 from ginfer.cache.sequence import Sequence, SequenceCache
 
 __all__ = [

@@ -7,11 +7,11 @@ idle conversation only at its exact frontier: to a prompt that starts with every
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ginfer.cache.segment import MadeBy
 from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -19,13 +19,6 @@ if TYPE_CHECKING:
 
     from ginfer.cache.arena import Pool
     from ginfer.prompt import PreparedPrompt
-
-
-class MadeBy(StrEnum):
-    """Numeric family of a history: prefill only if every token of it was made by prefill."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,0 +1,64 @@
+"""Segment: a node of the prefix tree, an immutable run of whole K/V pages of one history.
+
+A history is its token ids and its seams: where another numeric family took over (a prompt's end,
+a hit on a decode-made frontier) or a block of 64 was resumed in its middle. Both are needed to say
+which bits its K/V and its recurrent state have; a history without seams was made by prefill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+from ginfer.spec import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from ginfer.cache.snapshot import Snapshot
+
+TOKEN_NBYTES = 4  # token ids are compared as little-endian int32
+PAGE_KEY_NBYTES = PAGE_TOKENS * TOKEN_NBYTES
+
+
+class MadeBy(StrEnum):
+    """Numeric family of a history: prefill only if every token of it was made by prefill."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Seam(NamedTuple):
+    """From token `position` on the tokens were computed anew by `made_by`."""
+
+    position: int
+    made_by: MadeBy
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """Tokens [start, end) of a history and the pages that hold their K/V.
+
+    data: the token ids as bytes, 256 per page. seams: those inside its first page; a later seam
+    begins a new segment. parked: `pages` are host pages. refs: running sequences whose path holds
+    it. children: by the bytes of their first page; siblings under one key differ in seams.
+    snapshots: by the bytes of the tokens between `end` and the snapshot (fewer than 64 tokens).
+    num_children, num_resident: children, and those children and snapshots that are not parked.
+    """
+
+    parent: Segment | None
+    start: int
+    data: bytes
+    pages: list[int]
+    seams: tuple[Seam, ...] = ()
+    made_by: MadeBy = MadeBy.PREFILL
+    parked: bool = False
+    refs: int = 0
+    children: dict[bytes, list[Segment]] = field(default_factory=dict)
+    snapshots: dict[bytes, Snapshot] = field(default_factory=dict)
+    num_children: int = 0
+    num_resident: int = 0
+
+    @property
+    def end(self) -> int:
+        """Tokens of the history up to here; a multiple of 64."""
+        return self.start + len(self.data) // TOKEN_NBYTES
