@@ -31,11 +31,12 @@ from ginfer.cpu.product import (
 )
 from ginfer.cpu.rope import rotate
 from ginfer.cpu.scalar import ONE, ZERO, exp, sigmoid
-from ginfer.spec import PAGE_TOKENS
+from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS
 
 TILE = PAGE_TOKENS
-PREFILL_TILES, DECODE_TILES = 2048 // TILE, 256 // TILE  # tiles of an absolute block
+PREFILL_TILES, DECODE_TILES = 2048 // TILE, BLOCK_TOKENS // TILE  # tiles of an absolute block
 QUERIES = 64  # columns of a prefill work item
+GROUP = 16  # columns that read a block of keys together in decode
 _LOWEST = np.float32(-np.inf)
 _ONES = np.ones(TILE, np.float32)
 
@@ -202,20 +203,43 @@ def prefill_scratch(heads: Heads) -> int:
 
 
 @device
-def _decode_item(t, g, block, part, po, stats, so, qkgv, kv, layer, heads, columns, scores):
-    """The partial of column t, K/V head g and one block of 256 keys."""
+def _decode_unit(
+    block, t0, t1, members, g, part, stats, first, base, qkgv, kv, layer, heads, columns, scratch
+):
+    """The partials of the columns members[t0 .. t1 - 1], whose rows share the pages of `block`."""
+    keep_apart()
     H, G, D, _ = heads
-    M, x = H // G, qkgv.reshape(-1)
-    seen, qo = columns.token[t] + 1, t * qkgv.shape[1] + g * M * D
-    m, l = stats[0], stats[1]
-    _clear(part, po, m, l, so, M, D)
-    for tile in range(block * DECODE_TILES, min((block + 1) * DECODE_TILES, -(-seen // TILE))):
-        n = min(TILE, seen - tile * TILE)
-        page = columns.pages[columns.row[t], tile]
-        scores.fill(ZERO)
-        multiply_add_bf16(scores, 0, TILE, x, qo, D, kv[page, layer, 0, g], TILE, M, TILE, D)
-        _soften(part, po, m, l, so, scores, M, D, n, 0)
-        multiply_add_bf16(part, po, D, scores, 0, TILE, kv[page, layer, 1, g], D, M, D, n)
+    M, W, x = H // G, qkgv.shape[1], qkgv.reshape(-1)
+    rows, size = (t1 - t0) * M, GROUP * M * D
+    q, acc, scores = scratch[:size], scratch[size : 2 * size], scratch[2 * size :]
+    m, l = scores[GROUP * M * TILE :], scores[GROUP * M * (TILE + 1) :]
+    for i in range(t0, t1):
+        at, qo = (i - t0) * M * D, members[i] * W + g * M * D
+        q[at : at + M * D] = x[qo : qo + M * D]
+    _clear(acc, 0, m, l, 0, rows, D)
+    pages = columns.pages[columns.row[members[t0]]]
+    seen, most = columns.token[members[t0]] + 1, columns.token[members[t1 - 1]] + 1
+    for tile in range(block * DECODE_TILES, min((block + 1) * DECODE_TILES, -(-most // TILE))):
+        k, v = kv[pages[tile], layer, 0, g], kv[pages[tile], layer, 1, g]
+        scores[: rows * TILE].fill(ZERO)
+        multiply_add_bf16(scores, 0, TILE, q, 0, D, k, TILE, rows, TILE, D)
+        if seen >= (tile + 1) * TILE:
+            _soften(acc, 0, m, l, 0, scores, rows, D, TILE, 0)
+            multiply_add_bf16(acc, 0, D, scores, 0, TILE, v, D, rows, D, TILE)
+            continue
+        for i in range(t1 - t0):
+            n = min(TILE, columns.token[members[t0 + i]] + 1 - tile * TILE)
+            if n > 0:
+                weights = scores[i * M * TILE : (i + 1) * M * TILE]
+                _soften(acc, i * M * D, m, l, i * M, weights, M, D, n, 0)
+                multiply_add_bf16(acc, i * M * D, D, weights, 0, TILE, v, D, M, D, n)
+    for i in range(t1 - t0):
+        t = members[t0 + i]
+        if block < first[t + 1] - first[t]:
+            to = (first[t] - base + block) * H + g * M
+            part[to * D : (to + M) * D] = acc[i * M * D : (i + 1) * M * D]
+            stats[0, to : to + M] = m[i * M : (i + 1) * M]
+            stats[1, to : to + M] = l[i * M : (i + 1) * M]
 
 
 @device
@@ -238,28 +262,50 @@ def append_columns(qkgv, kv, layer, w_q, w_k, heads, columns, eps):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def attention_decode(out, qkgv, kv, layer, heads, columns, c0, c1, first, part, stats, scratch):
-    """Attention of the columns c0 .. c1 - 1 after `append_columns`: partials, then their merge.
+def attention_decode(
+    out, qkgv, kv, layer, heads, columns, units, members, first, wave, part, stats, scratch
+):
+    """Attention of the columns c0 .. c1 - 1 = `wave`, after `append_columns`: partials, merge.
 
-    first: [T + 1] int64, running number of 256-key blocks of the columns before. part: [S H D],
-    stats: [2, S H] for S >= first[c1] - first[c0] blocks. scratch: [threads, decode_scratch].
+    units: [U, 3] int64, a block of 256 keys and first and last + 1 of its `members`: at most GROUP
+    columns, ascending, that share its pages; more than one row only where all see all of it.
+    first: [T + 1] int64, running number of blocks of the columns before. part: [S H D], stats:
+    [2, S H] for S >= first[c1] - first[c0] blocks. scratch: [threads, decode_scratch].
     """
-    H, G, D = heads.H, heads.G, heads.D
-    M, base = H // G, first[c0]
-    for i in prange((first[c1] - base) * G):
-        slot, g = np.int64(i) // G, np.int64(i) % G
-        t = c0
-        while first[t + 1] - base <= slot:
-            t += 1
-        at, block = slot * H + g * M, base + slot - first[t]
-        mine = scratch[get_thread_id(), : M * TILE]
-        _decode_item(t, g, block, part, at * D, stats, at, qkgv, kv, layer, heads, columns, mine)
+    H, G = heads.H, heads.G
+    c0, c1 = wave
+    for i in prange(units.shape[0] * G):
+        unit, g = units[np.int64(i) // G], np.int64(i) % G
+        block, t0, t1 = unit
+        while t0 < t1 and members[t0] < c0:
+            t0 += 1
+        while t0 < t1 and members[t1 - 1] >= c1:
+            t1 -= 1
+        if t0 < t1:
+            _decode_unit(
+                block,
+                t0,
+                t1,
+                members,
+                g,
+                part,
+                stats,
+                first,
+                first[c0],
+                qkgv,
+                kv,
+                layer,
+                heads,
+                columns,
+                scratch[get_thread_id()],
+            )
     for i in prange((c1 - c0) * H):
         t, h = c0 + np.int64(i) // H, np.int64(i) % H
         blocks = first[t + 1] - first[t]
-        _decode_merge(t, h, first[t] - base, blocks, out, part, stats, qkgv, heads)
+        _decode_merge(t, h, first[t] - first[c0], blocks, out, part, stats, qkgv, heads)
 
 
 def decode_scratch(heads: Heads) -> int:
     """float32 of scratch per thread of `attention_decode`."""
-    return heads.H // heads.G * TILE
+    rows = heads.H // heads.G * GROUP
+    return rows * (2 * heads.D + TILE + 2)

@@ -23,7 +23,7 @@ from ginfer.cpu.weights import Model, bind
 from ginfer.env import THREADS
 from ginfer.errors import ConfigError
 from ginfer.sizes import div_ceil
-from ginfer.spec import PAGE_TOKENS, LayerKind, ModelSpec
+from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS, LayerKind, ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ginfer.backend import MemoryPlan, PackedTensor
 
     F32 = NDArray[np.float32]
-
-_BLOCK = attention.DECODE_TILES * PAGE_TOKENS
 
 
 def thread_count(wanted: int | None) -> int:
@@ -84,7 +82,7 @@ class CpuBackend:
         s, a, g = self._spec, self._spec.attention, self._spec.gdn
         T, F = plan.max_columns, a.rotary_dim // 2
         self._logit_rows = min(T, max(plan.num_rows, 8))
-        self._partials = div_ceil(plan.max_pages_per_row * PAGE_TOKENS, _BLOCK) * min(
+        self._partials = div_ceil(plan.max_pages_per_row * PAGE_TOKENS, BLOCK_TOKENS) * min(
             plan.num_rows, 8
         )
         num_attention = len(s.layers_of(LayerKind.FULL_ATTENTION))
@@ -214,21 +212,11 @@ class CpuBackend:
             )
         else:
             attention.append_columns(q, kv, index, *norms, heads, columns, self._eps)
-            first = self._staged.first
-            for c0, c1 in self._waves():
+            tables = (self._staged.units, self._staged.members, self._staged.first)
+            spaces = (self._buffers["partials"], self._buffers["stats"], scratch)
+            for wave in self._waves():
                 attention.attention_decode(
-                    out,
-                    q,
-                    kv,
-                    index,
-                    heads,
-                    columns,
-                    c0,
-                    c1,
-                    first,
-                    self._buffers["partials"],
-                    self._buffers["stats"],
-                    scratch,
+                    out, q, kv, index, heads, columns, *tables, wave, *spaces
                 )
         linear_add(hidden, out, w.output)
 

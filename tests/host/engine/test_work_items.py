@@ -19,25 +19,22 @@ Shares = dict[tuple[int, int], tuple[int, ...]]  # (row, block) -> rows that rea
 
 
 def sharing_tree(
-    rng: np.random.Generator, rows: int, most: int
+    rng: np.random.Generator, rows: int, most: int, width: int = 20
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(page_table, starts, row_indptr) of rows that begin as others do, for up to `most` pages."""
-    fresh = iter(rng.permutation(rows * most + rows))
-    tables: list[list[int]] = []
-    starts, widths = [], rng.integers(1, 20, rows)
-    for width in widths:
-        start = int(rng.integers(0, most * PAGE_TOKENS - width))
-        parent = tables[rng.integers(len(tables))] if tables and rng.random() < 0.8 else []
-        common = int(rng.integers(0, min(len(parent), start // PAGE_TOKENS) + 1))
-        needed = -(-(start + int(width)) // PAGE_TOKENS)
-        # the parent may be shorter than it is wide, and its last pages are its own
-        tables.append([*parent[:common], *(int(next(fresh)) for _ in range(needed - common))])
-        starts.append(start)
-    table = np.full((rows, max(map(len, tables))), -1, np.int32)
-    for row, pages in zip(table, tables):
-        row[: len(pages)] = pages
-    indptr = np.cumsum([0, *widths]).astype(np.int32)
-    return table, np.array(starts, np.int32), indptr
+    """(page_table, starts, row_indptr) of rows of up to `most` pages and `width` columns, many of
+    which begin with complete pages of another; ids are below rows * most, absent ones -1."""
+    fresh = iter(rng.permutation(rows * most).tolist())
+    widths = rng.integers(1, width + 1, rows)
+    starts = [int(rng.integers(0, most * PAGE_TOKENS - w + 1)) for w in widths]
+    table = np.full((rows, most), -1, np.int32)
+    for row in range(rows):
+        parent = int(rng.integers(0, row)) if row and rng.random() < 0.9 else row
+        most_common = min(starts[row], starts[parent]) // PAGE_TOKENS if parent != row else 0
+        common = most_common if rng.random() < 0.5 else int(rng.integers(0, most_common + 1))
+        table[row, :common] = table[parent, :common]
+        for page in range(common, -(-(starts[row] + int(widths[row])) // PAGE_TOKENS)):
+            table[row, page] = next(fresh)
+    return table, np.array(starts, np.int32), np.cumsum([0, *widths]).astype(np.int32)
 
 
 def naive_shares(table: np.ndarray, starts: np.ndarray, indptr: np.ndarray) -> Shares:

@@ -74,8 +74,10 @@ class Attention:
         rope_table(cos, sin, staged.positions, axes, inverse_frequencies(1e4, F))
         return staged
 
-    def run(self, batch: ForwardBatch, qkgv: np.ndarray) -> np.ndarray:
-        """[T, H D] of a batch; qkgv is left as it was."""
+    def run(
+        self, batch: ForwardBatch, qkgv: np.ndarray, waves: tuple[tuple[int, int], ...] = ()
+    ) -> np.ndarray:
+        """[T, H D] of a batch, decode in `waves` of columns; qkgv is left as it was."""
         staged, x = self.staged(batch), qkgv.copy()
         T, threads = batch.num_columns, get_num_threads()
         out = poisoned(T, self.H * self.D)
@@ -86,13 +88,11 @@ class Attention:
             return out
         attention.append_columns(x, self.kv, 1, *weights, EPS)
         scratch = poisoned(threads, attention.decode_scratch(self.heads))
-        slots = int(staged.first[-1])
-        part = poisoned(slots * self.H * self.D)
-        stats = poisoned(2, slots * self.H)
-        columns, first = staged.columns, staged.first
-        attention.attention_decode(
-            out, x, self.kv, 1, self.heads, columns, 0, T, first, part, stats, scratch
-        )
+        tables = (staged.columns, staged.units, staged.members, staged.first)
+        for wave in waves or ((0, T),):
+            slots = int(staged.first[wave[1]] - staged.first[wave[0]])
+            spaces = (poisoned(slots * self.H * self.D), poisoned(2, slots * self.H), scratch)
+            attention.attention_decode(out, x, self.kv, 1, self.heads, *tables, wave, *spaces)
         return out
 
     def history(self, page_table: np.ndarray, row: int, n: int) -> tuple[np.ndarray, np.ndarray]:

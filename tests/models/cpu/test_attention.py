@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
-from ginfer.batch import Phase
-from tests.models.cpu.kernels import PAGE, Attention, batch_of
+from ginfer.batch import ForwardBatch, Phase
+from ginfer.engine.work_items import work_items
+from tests.host.engine.test_work_items import sharing_tree
+from tests.models.cpu.kernels import BF16_NAN, PAGE, Attention, batch_of
 from tests.oracles.attention import attention, round_bf16
 from tests.oracles.norm import rms_norm, sigmoid
 from tests.oracles.rope import rotate
@@ -158,3 +163,67 @@ def test_decode_merges_from_the_left_whatever_the_order_of_threads() -> None:
     runs = [a.run(batch_of(DECODE, [1], [1100], pages), qkgv[1100:]) for _ in range(5)]
     for run in runs[1:]:
         np.testing.assert_array_equal(run, runs[0])
+
+
+def _sharing(a: Attention, rows: int, seed: int) -> ForwardBatch:
+    """A decode batch of rows over shared pages; K/V holds values exactly where tokens are."""
+    r = np.random.default_rng(seed)
+    table, starts, indptr = sharing_tree(r, rows, a.pages // rows, width=1 + seed % 20)
+    values = r.standard_normal(a.kv.shape, np.float32)
+    a.kv[:] = (values.view(np.uint32) >> 16).astype(np.uint16)
+    keys, tokens = a.kv[:, 1, 0].reshape(a.pages, a.G, a.D, PAGE), a.kv[:, 1, 1]
+    for row, start in enumerate(starts.tolist()):
+        for page in table[row, start // PAGE :][table[row, start // PAGE :] >= 0]:
+            first = start % PAGE if page == table[row, start // PAGE] else 0
+            keys[page, :, :, first:] = BF16_NAN
+            tokens[page, :, first * a.D :] = BF16_NAN
+    batch = batch_of(DECODE, np.diff(indptr).tolist(), starts.tolist(), table)
+    return replace(batch, items=work_items(table, starts, indptr))
+
+
+@pytest.mark.parametrize("rows", range(1, 9))
+def test_rows_over_shared_pages_have_the_bits_of_each_alone(rows: int) -> None:
+    groups = set()
+    for seed, pages in enumerate((4, 8, 20, 20, 40, 80)):
+        a = Attention(3, 1, 32, pages=pages * rows)
+        batch = _sharing(a, rows, seed=10 * rows + seed)
+        groups |= set(np.diff(batch.items.indptr).tolist())
+        qkgv = _inputs(a, batch.num_columns, seed=seed)
+        got = a.run(batch, qkgv)
+        assert np.isfinite(got).all()
+        np.testing.assert_array_equal(a.run(replace(batch, items=None), qkgv), got)
+        for row, (t0, t1) in enumerate(pairwise(batch.row_indptr.tolist())):
+            for first, last in {(t0, t1), (t0, t0 + 1), (t1 - 1, t1)}:
+                start = [int(batch.starts[row]) + first - t0]
+                alone = batch_of(DECODE, [last - first], start, batch.page_table[row : row + 1])
+                np.testing.assert_array_equal(a.run(alone, qkgv[first:last]), got[first:last])
+    assert max(groups) >= min(rows, 4)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (5, 6, 90), (64,)])
+def test_waves_have_the_bits_of_one_wave(cuts: tuple[int, ...]) -> None:
+    a = Attention(4, 2, 32, pages=160)
+    batch = _sharing(a, 8, seed=19)
+    T, qkgv = batch.num_columns, _inputs(a, batch.num_columns)
+    assert T > 32
+    assert batch.items.rows.size > 8  # some of them read together
+    borders = [0, *(cut for cut in cuts if cut < T), T]
+    waves = tuple(pairwise(borders))
+    np.testing.assert_array_equal(a.run(batch, qkgv, waves), a.run(batch, qkgv))
+
+
+def test_nan_of_a_row_stays_out_of_the_rows_that_share_its_pages() -> None:
+    a = Attention(3, 1, 32, pages=30)
+    pages = np.tile(np.arange(10), (3, 1))
+    pages[:, 8:] = 10 + np.arange(6).reshape(3, 2)
+    a.run(batch_of(PREFILL, [550], [0], pages[:1]), _inputs(a, 550))
+    a.kv[pages[1:, 8]] = a.kv[pages[0, 8]]
+    batch = batch_of(DECODE, [1, 1, 1], [550] * 3, pages)
+    batch = replace(batch, items=work_items(pages, batch.starts, batch.row_indptr))
+    assert batch.items.num_items == 4
+    qkgv = _inputs(a, 3, seed=4)
+    want = a.run(batch, qkgv)
+    qkgv[1] = np.nan
+    got = a.run(batch, qkgv)
+    assert np.isnan(got[1]).all()
+    np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])
