@@ -65,6 +65,7 @@ class _Submit(msgspec.Struct):
     raw: bool
     keep_special_tokens: bool
     ignore_eos: bool
+    grammar: str | None
 
 
 class _Delta(msgspec.Struct):
@@ -94,6 +95,12 @@ def request_id(frame: Frame) -> str:
     """The request that a frame is about."""
     with _reading(frame):
         return msgspec.convert(frame.header["request_id"], str)
+
+
+def num_rounds(frame: Frame) -> int:
+    """How many rounds the engine has run, from ALIVE."""
+    with _reading(frame):
+        return msgspec.convert(frame.header["rounds"], int)
 
 
 def error_header(error: GInferError) -> dict[str, Any]:

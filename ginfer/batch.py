@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,6 +37,14 @@ class Purpose:
     DRAFT = 5
 
 
+class TokenMask(Protocol):
+    """Legal ids of R rows, [R, ceil(vocab / 32)] uint32, bit set = legal. `np.asarray` of it waits
+    for rows that are still being computed, so a backend converts it once, at its selection."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """The mask as an array."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SelectionBatch:
     """How to choose one token for each of R columns. Temperature 0 is greedy.
@@ -47,7 +55,7 @@ class SelectionBatch:
     [R] int32.
     forced: [R] int32, token id to take whatever the logits say, or -1.
     bias_indptr: [R + 1] int32 into bias_ids (int32) and bias_values (float32).
-    mask: [R, ceil(vocab / 32)] uint32, bit set = legal; or None when no row is constrained.
+    mask: None when no row is constrained.
     num_top: largest number of top logprobs that any row wants; -1 when none wants logprobs.
     """
 
@@ -66,7 +74,7 @@ class SelectionBatch:
     bias_indptr: I32
     bias_ids: I32
     bias_values: F32
-    mask: NDArray[np.uint32] | None = None
+    mask: TokenMask | None = None
     num_top: int = -1
 
 

@@ -11,6 +11,7 @@ from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any
 
 from ginfer.engine.backends import open_backend, resolve_backend
+from ginfer.engine.grammar import Grammars
 from ginfer.engine.loader import load_weights, open_package
 from ginfer.engine.loop import Job, RoundLoop
 from ginfer.engine.memory import available_nbytes, plan_memory
@@ -58,9 +59,11 @@ class Engine:
         self.failed: GInferError | None = None
         self.on_failure: Callable[[GInferError], None] = lambda error: None
         self._capacity, self._rank, self._clock = capacity, rank, clock
+        self._grammars = Grammars(frontend, rank.spec.vocab_size)
         self._loop = RoundLoop(
             rank=rank,
             frontend=frontend,
+            grammars=self._grammars,
             capacity=capacity,
             config=config,
             clock=clock,
@@ -123,11 +126,15 @@ class Engine:
         """Accept a request; its events go to `sink`, the last one is Finished or Failed.
 
         Raises RequestError naming a field, ContextLengthError, OverloadedError when concurrency and
-        queue are full, UnavailableError when the engine cannot serve.
+        queue are full, UnavailableError when the engine cannot serve. A grammar is compiled here,
+        in at most `grammar.COMPILE_S`, before the request takes a place.
         """
         try:
             check_request(request, self._rank.spec, self._capacity)
-            self._accept(Job(request=request, sink=sink, submitted=self._clock()))
+            job = Job(request=request, sink=sink, submitted=self._clock())
+            if request.grammar is not None:
+                job.constraint = self._grammars.open(request.grammar)
+            self._accept(job)
         except GInferError as error:
             with self._changed:
                 self._loop.stats.rejected[error.code] += 1
@@ -157,8 +164,15 @@ class Engine:
             **self._loop.stats.snapshot(),
             **gauges,
             "waiting": max(len(self._jobs) - gauges["running"], 0),
+            "grammar": self._grammars.stats(),
             "memory": self._rank.backend.ledger(),
         }
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds run so far: what moves while there is work."""
+        stats = self._loop.stats
+        return stats.prefill_rounds + stats.decode_rounds
 
     def check_integrity(self) -> None:
         """Assert, between two rounds, that lanes, pages and slots have exactly one owner each."""
@@ -199,6 +213,7 @@ class Engine:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        self._grammars.close()
         self._rank.backend.close()
 
     def __enter__(self) -> Self:

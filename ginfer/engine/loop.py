@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from ginfer.batch import Selection
     from ginfer.config import EngineConfig
+    from ginfer.engine.grammar import Constraint, Grammars
     from ginfer.engine.memory import Capacity
     from ginfer.engine.rank import Rank
     from ginfer.engine.request import Event, Request
@@ -49,6 +50,7 @@ class Job:
     request: Request
     sink: Sink
     submitted: float
+    constraint: Constraint | None = None
     limit: int = 0
     output: Output | None = None
     lane: int = -1
@@ -70,6 +72,7 @@ class RoundLoop:
         *,
         rank: Rank,
         frontend: Frontend,
+        grammars: Grammars,
         capacity: Capacity,
         config: EngineConfig,
         clock: Callable[[], float],
@@ -79,6 +82,7 @@ class RoundLoop:
         self.cache = SequenceCache(plan.num_pages, plan.num_slots, retain=config.prefix_reuse)
         self.stats = Stats()
         self._rank, self._frontend, self._clock, self._on_end = rank, frontend, clock, on_end
+        self._grammars = grammars
         self._max_context = capacity.max_context
         self._prefill_chunk = plan.max_columns
         self._timeout_s = config.pending_timeout_s
@@ -98,6 +102,8 @@ class RoundLoop:
         reason = FinishReason.OUTPUT_LIMIT if job.limit == wanted else FinishReason.CONTEXT_LIMIT
         try:
             job.output = Output(request, self._frontend, job.limit, reason)
+            if job.constraint is not None:
+                job.constraint.active = job.output.in_content
         except Exception as error:
             log.exception("request %s cannot be set up", request.request_id)
             self._fail(job, InternalError(f"the request cannot be set up: {error}"))
@@ -197,7 +203,8 @@ class RoundLoop:
         assert job is not None
         assert job.output is not None
         began = perf_counter()
-        selection = self._rank.prefill(unit, job.output.forced)
+        mask = self._grammars.mask([job.constraint]) if unit.last else None
+        selection = self._rank.prefill(unit, job.output.forced, mask)
         self.stats.forward_s += perf_counter() - began
         self.stats.prefill_rounds += 1
         self.stats.prefill_tokens += unit.stop - unit.start
@@ -213,7 +220,8 @@ class RoundLoop:
         jobs = [job for lane in unit.lanes if (job := self._lanes[lane]) is not None]
         forced = [job.output.forced if job.output is not None else -1 for job in jobs]
         began = perf_counter()
-        selection = self._rank.decode(unit.lanes, forced)
+        mask = self._grammars.mask([job.constraint for job in jobs])
+        selection = self._rank.decode(unit.lanes, forced, mask)
         self.stats.forward_s += perf_counter() - began
         self.stats.decode_rounds += 1
         self.stats.row_rounds += len(jobs)
@@ -224,19 +232,26 @@ class RoundLoop:
         """Hand every job its token; row i of the selection belongs to jobs[i]."""
         tokens, finite = selection.token_ids.tolist(), selection.finite.tolist()
         for i, job in enumerate(jobs):
-            if finite[i]:
+            if job.constraint is not None and job.constraint.fault is not None:
+                self._fail(job, job.constraint.error())
+            elif finite[i]:
                 logprob = _logprob(job, selection, i)
                 self._guarded(job, self._accept, job, tokens[i], logprob)
             else:
                 message = "the model produced a logit that is not a number"
                 self._fail(job, InternalError(message, code="nonfinite_logits"), keep=False)
+        self._grammars.advance([c for job in jobs if job.lane >= 0 and (c := job.constraint)])
 
     def _accept(self, job: Job, token_id: int, logprob: TokenLogprob | None) -> None:
         output = job.output
         assert output is not None
         job.generated.append(token_id)
         self.stats.completion_tokens += 1
-        for delta in output.commit(token_id, logprob):
+        forced = output.forced >= 0
+        deltas = output.commit(token_id, logprob)
+        if job.constraint is not None and output.ending is None:
+            self._grammars.follow(job.constraint, output, token_id, forced=forced)
+        for delta in deltas:
             job.sink(delta)
         if output.ending is not None:
             self._end(job, output.ending)
@@ -334,5 +349,5 @@ def _logprob(job: Job, selection: Selection, i: int) -> TokenLogprob | None:
     return TokenLogprob(
         token_id=int(selection.token_ids[i]),
         logprob=float(selection.logprobs[i]),
-        top=tuple(best),
+        top=tuple(pair for pair in best if pair[0] >= 0),  # fewer than n may be legal
     )

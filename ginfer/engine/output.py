@@ -56,7 +56,13 @@ class Output:
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self.ending: Ending | None = None
+        self.content_began = ""  # content that came out of the token that ended the reasoning
         self._plan_forced()
+
+    @property
+    def in_content(self) -> bool:
+        """Whether the next token belongs to the content."""
+        return self._decoder.channel is Channel.CONTENT
 
     @property
     def forced(self) -> int:
@@ -77,6 +83,8 @@ class Output:
         if self._closing:
             self._closing.popleft()
             pieces = self._hide(token_id, pieces)
+        if channel is Channel.REASONING:
+            self.content_began = "".join(text for c, text in pieces if c is Channel.CONTENT)
         self._take(pieces)
         if self.ending is None and self.completion_tokens == self._limit:
             self._flush(Ending(reason=self._limit_reason))

@@ -13,7 +13,7 @@ from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from ginfer.backend import Backend, MemoryPlan
-    from ginfer.batch import I32, Selection
+    from ginfer.batch import I32, Selection, TokenMask
     from ginfer.cache import Sequence
     from ginfer.engine.request import Request
     from ginfer.engine.round import PrefillUnit
@@ -51,7 +51,9 @@ class Rank:
         if sequence.cached_tokens == 0:
             self.backend.clear_slots([sequence.slot])
 
-    def prefill(self, unit: PrefillUnit, forced: int) -> Selection | None:
+    def prefill(
+        self, unit: PrefillUnit, forced: int, mask: TokenMask | None = None
+    ) -> Selection | None:
         """Compute one chunk; when it ends the prompt, draw the first token (`forced` unless -1)."""
         lane, start, stop = unit.lane, unit.start, unit.stop
         request = self._requests[lane]
@@ -69,6 +71,7 @@ class Rank:
                 np.array([stop], np.int32),
                 purpose=Purpose.PROMPT,
                 forced=np.array([forced], np.int32),
+                mask=mask,
             )
         batch = ForwardBatch(
             phase=Phase.PREFILL,
@@ -87,7 +90,9 @@ class Rank:
             self._next_token[lane] = result.token_ids[0]
         return result
 
-    def decode(self, lanes: tuple[int, ...], forced: list[int]) -> Selection:
+    def decode(
+        self, lanes: tuple[int, ...], forced: list[int], mask: TokenMask | None = None
+    ) -> Selection:
         """Feed the last token of every lane and draw the next one (`forced[i]` unless -1)."""
         rows = np.array(lanes, np.int32)
         columns = np.arange(len(lanes) + 1, dtype=np.int32)
@@ -108,6 +113,7 @@ class Rank:
                 starts + np.int32(1),
                 purpose=Purpose.DECODE,
                 forced=np.array(forced, np.int32),
+                mask=mask,
             ),
         )
         result = qwen.forward(self.spec, self.backend, batch)

@@ -98,6 +98,7 @@ class Request:
     keep_special_tokens: special tokens stay visible in content (needed when the caller parses tool
     calls).
     ignore_eos: the model's own stop tokens do not end the response (benchmarks).
+    grammar: llguidance text that the content must match (see engine.grammar); reasoning is free.
     """
 
     request_id: str
@@ -110,6 +111,7 @@ class Request:
     raw: bool = False
     keep_special_tokens: bool = False
     ignore_eos: bool = False
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

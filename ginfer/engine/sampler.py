@@ -10,7 +10,7 @@ import numpy as np
 from ginfer.batch import SelectionBatch
 
 if TYPE_CHECKING:
-    from ginfer.batch import I32
+    from ginfer.batch import I32, TokenMask
     from ginfer.engine.request import SamplingParams
 
 _FLOATS = {
@@ -45,7 +45,14 @@ class SamplingTable:
         self._gathered.clear()
 
     def select(
-        self, lanes: tuple[int, ...], columns: I32, positions: I32, *, purpose: int, forced: I32
+        self,
+        lanes: tuple[int, ...],
+        columns: I32,
+        positions: I32,
+        *,
+        purpose: int,
+        forced: I32,
+        mask: TokenMask | None = None,
     ) -> SelectionBatch:
         """Selection of one token per lane. columns: [R], where its logits come from; positions:
         [R], logical position of the token; forced: [R], token id or -1."""
@@ -57,6 +64,7 @@ class SamplingTable:
             positions=positions,
             purposes=np.full(len(lanes), purpose, np.int32),
             forced=forced,
+            mask=mask,
             **fixed,
         )
 

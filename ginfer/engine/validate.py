@@ -72,6 +72,10 @@ def _check_limits(request: Request) -> None:
             f"max_tokens is {request.max_tokens}; give 0 or more", param="max_tokens"
         )
     if any(not stop.text for stop in request.stop_strings):
+    if request.grammar is not None and request.ignore_eos:
+        raise RequestError(
+            "ignore_eos leaves a grammar without an end; give one of the two", param="ignore_eos"
+        )
         raise RequestError("a stop string is empty; give at least one character", param="stop")
     if request.reasoning_budget is not None:
         if request.reasoning_budget < 0:

@@ -113,6 +113,10 @@ class Frontend(Protocol):
     def reasoning_close_ids(self) -> tuple[int, ...]:
         """Ids that the engine forces to close the think block when its budget is spent."""
 
+    @property
+    def reserved_token_ids(self) -> tuple[int, ...]:
+        """Ids that are no text of a constrained content: control tokens, tags of the reasoning."""
+
     def prepare(
         self, messages: Sequence[Message], tools: Sequence[Tool], options: PromptOptions
     ) -> PreparedPrompt:

@@ -88,6 +88,12 @@ class QwenFrontend:
         """Newline, closing tag, empty line: what the model writes at the end of its reasoning."""
         return self._reasoning_close_ids
 
+    @property
+    def reserved_token_ids(self) -> tuple[int, ...]:
+        """Control tokens and the tags of the reasoning: no grammar reads them as text."""
+        tags = (self._tokenizer.added_token_id(tag) for tag in ("<think>", "</think>"))
+        return (*sorted(self._tokenizer.control_ids), *tags)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, special tokens recognised."""
         ids: list[int] = self._tokenizer.encode(text).tolist()

@@ -1,0 +1,272 @@
+"""Grammars of requests: compiled before they queue, masks computed beside the forward.
+
+A grammar is llguidance text. It constrains the content channel: from the token after the reasoning
+on, or from the first one. Tokens that the engine forces are no part of it. At its end only the
+model's stop tokens are legal.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as WaitTimeoutError
+from threading import Event, Lock
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+from ginfer.errors import InternalError, OverloadedError, RequestError
+from ginfer.sizes import div_ceil
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from ginfer.engine.output import Output
+    from ginfer.frontend.base import Frontend
+
+log = logging.getLogger(__name__)
+
+MAX_NBYTES = 1 << 20  # of one grammar's text
+MAX_CACHED = 64  # compiled grammars that are kept
+CACHE_NBYTES = 16 << 20  # of text whose compiled grammars are kept
+MAX_COMPILING = 16  # at once, running or waiting
+COMPILE_S = 10.0  # longest wait for a grammar to compile
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance takes it. Control and reasoning tokens are no text: no grammar
+    can ask for them by spelling them."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, frontend: Frontend, vocab_size: int) -> None:
+        self._frontend = frontend
+        self.eos_token_id = frontend.stop_token_ids[0]
+        self.special_token_ids = list(frontend.reserved_token_ids)
+        self.tokens = [_bytes(frontend, i) for i in range(vocab_size)]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._frontend.encode(text)
+
+
+def _bytes(frontend: Frontend, token_id: int) -> bytes:
+    try:
+        return frontend.token_bytes(token_id)
+    except InternalError:
+        return b""  # an id without a token is never legal
+
+
+class Constraint:
+    """The grammar of one request, followed token by token.
+
+    Read `row`, the mask of the next token, and `fault`, why the grammar cannot go on, once `ready`
+    is set.
+    """
+
+    def __init__(self, matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
+        self.matcher, self.row = matcher, row
+        self.active = False  # the next token belongs to the content
+        self.fault: str | None = None
+        self.pending: list[int] = []
+        self.ready = Event()
+        self.ready.set()
+
+    def copy(self) -> Constraint:
+        """Another one, at the start of the same grammar."""
+        return Constraint(self.matcher.deep_copy(), self.row)
+
+    def error(self) -> RequestError:
+        """The fault as what the request's caller sees."""
+        message = f"the grammar cannot be followed any further: {self.fault}; simplify it"
+        return RequestError(message, code="grammar_failed", param="grammar")
+
+    def consume(self) -> None:
+        """Take the pending tokens; one that the grammar does not admit is a fault."""
+        ids, self.pending = self.pending, []
+        if self.fault is None and ids and not self.matcher.consume_tokens(ids):
+            self.fault = _reason(self.matcher)
+
+
+class RowMask:
+    """Implements `TokenMask` over the rows of one selection."""
+
+    def __init__(self, grammars: Grammars, rows: Sequence[Constraint | None]) -> None:
+        self._grammars, self._rows = grammars, rows
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """[R, ceil(vocab / 32)], after waiting for the rows that are not ready."""
+        began = perf_counter()
+        mask = np.full((len(self._rows), self._grammars.num_words), 0xFFFFFFFF, np.uint32)
+        for target, constraint in zip(mask, self._rows, strict=True):
+            if constraint is not None and constraint.active:
+                constraint.ready.wait()
+                if constraint.fault is None:
+                    target[:] = constraint.row
+        self._grammars.wait_s += perf_counter() - began
+        return mask if dtype is None else mask.astype(dtype, copy=False)
+
+
+class Grammars:
+    """Compiler, cache and mask workers of one engine.
+
+    mask_s: seconds workers spent; wait_s: seconds the loop spent on masks or waiting for them;
+    compile_s: seconds of compilation, num_compiled of them, num_cached found ready.
+    """
+
+    def __init__(self, frontend: Frontend, vocab_size: int) -> None:
+        self._frontend, self._vocab_size = frontend, vocab_size
+        self.num_words = div_ceil(vocab_size, 32)
+        self.mask_s = self.wait_s = self.compile_s = 0.0
+        self.num_compiled = self.num_cached = 0
+        self._lock = Lock()  # guards the cache, the tokenizer and the counters of compilation
+        self._cache: OrderedDict[str, Constraint] = OrderedDict()
+        self._compiling: dict[str, Future[Constraint]] = {}
+        self._tokenizer: LLTokenizer | None = None
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._compilers = ThreadPoolExecutor(2, "ginfer-compile")
+        self._workers = ThreadPoolExecutor(2, "ginfer-mask")
+        self._executor = LLExecutor(max(1, min(8, (os.cpu_count() or 1) // 2)))
+
+    # -- before a request queues: any thread -------------------------------------------------------
+
+    def open(self, text: str) -> Constraint:
+        """A fresh constraint by the grammar `text`. Raises RequestError when it does not compile,
+        matches nothing or takes too long; OverloadedError when too many compile at once."""
+        if len(text) > MAX_NBYTES:
+            raise RequestError(
+                f"the grammar has {len(text)} characters; legal: up to {MAX_NBYTES}",
+                param="grammar",
+            )
+        with self._lock:
+            found = self._cache.get(text)
+            if found is not None:
+                self._cache.move_to_end(text)
+                self.num_cached += 1
+                return found.copy()
+            pending = self._compiling.get(text)
+            if pending is None:
+                if len(self._compiling) >= MAX_COMPILING:
+                    raise OverloadedError("too many grammars are being compiled; try again later")
+                pending = self._compilers.submit(self._compile, text)
+                self._compiling[text] = pending
+        try:
+            return pending.result(COMPILE_S).copy()
+        except WaitTimeoutError:
+            raise RequestError(
+                f"the grammar takes longer than {COMPILE_S:g} s to compile; simplify it",
+                param="grammar",
+            ) from None
+
+    def _compile(self, text: str) -> Constraint:
+        began = perf_counter()
+        try:
+            matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=self._limits)
+            row = np.zeros(self.num_words, np.uint32)
+            if not matcher.is_error():
+                self._fill([(matcher, 0)], row[None])
+            if matcher.is_error():
+                raise RequestError(
+                    f"the grammar does not compile: {_reason(matcher)}", param="grammar"
+                )
+            constraint = Constraint(matcher, row)
+        finally:
+            with self._lock:
+                del self._compiling[text]
+                self.num_compiled += 1
+                self.compile_s += perf_counter() - began
+        with self._lock:
+            self._cache[text] = constraint
+            while len(self._cache) > MAX_CACHED or sum(map(len, self._cache)) > CACHE_NBYTES:
+                self._cache.popitem(last=False)
+        return constraint
+
+    def _vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(
+                    _Vocabulary(self._frontend, self._vocab_size),  # type: ignore[arg-type]
+                    n_vocab=self._vocab_size,
+                    eos_token=list(self._frontend.stop_token_ids),
+                )
+            return self._tokenizer
+
+    # -- while it runs: the loop thread ------------------------------------------------------------
+
+    def mask(self, rows: Sequence[Constraint | None]) -> RowMask | None:
+        """Masks for the rows of a selection; None when no row is constrained."""
+        if any(row is not None and row.active for row in rows):
+            return RowMask(self, rows)
+        return None
+
+    def follow(self, row: Constraint, output: Output, token_id: int, *, forced: bool) -> None:
+        """Note the token that `output` has just committed."""
+        if row.active:
+            if not forced:
+                row.pending.append(token_id)
+        elif output.in_content:
+            row.active = True
+            row.pending += self._frontend.encode(output.content_began)
+
+    def advance(self, rows: Sequence[Constraint]) -> None:
+        """Have a worker take the pending tokens and compute the next masks."""
+        began = perf_counter()
+        rows = [row for row in rows if row.pending]
+        if rows:
+            for row in rows:
+                row.ready.clear()
+            self._workers.submit(self._advance, rows)
+            self.wait_s += perf_counter() - began
+
+    def _advance(self, rows: Sequence[Constraint]) -> None:
+        began = perf_counter()
+        try:
+            for row in rows:
+                row.consume()
+            live = [row for row in rows if row.fault is None]
+            masks = np.zeros((len(live), self.num_words), np.uint32)
+            self._fill([(row.matcher, i) for i, row in enumerate(live)], masks)
+            for row, mask in zip(live, masks, strict=True):
+                row.row = mask
+                if row.matcher.is_error():
+                    row.fault = _reason(row.matcher)
+        except BaseException as error:  # a panic of the library is not an Exception
+            log.exception("masks cannot be computed")
+            for row in rows:
+                row.fault = repr(error)
+        finally:
+            self.mask_s += perf_counter() - began
+            for row in rows:
+                row.ready.set()
+
+    def _fill(self, matchers: list[tuple[LLMatcher, int]], rows: NDArray[np.uint32]) -> None:
+        """Masks of matchers into rows [N, words]."""
+        if matchers:
+            size = rows.shape[1] * 4
+            self._executor.unsafe_compute_mask_ptr(matchers, rows.ctypes.data, size, len(rows))
+
+    def stats(self) -> dict[str, float]:
+        """Counters as plain values."""
+        return {
+            "mask_s": self.mask_s,
+            "wait_s": self.wait_s,
+            "compile_s": self.compile_s,
+            "compiled": self.num_compiled,
+            "cached": self.num_cached,
+        }
+
+    def close(self) -> None:
+        """End the workers."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._workers.shutdown()
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Why a matcher gave up, in one line."""
+    return matcher.get_error().split("\n<state>")[0].strip() or matcher.stop_reason()
