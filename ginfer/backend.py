@@ -41,16 +41,19 @@ class PackedTensor:
 class MemoryPlan:
     """What a backend allocates at start. Nothing is allocated afterwards.
 
-    num_rows: lanes that can decode together. num_pages: K/V pages of 64 tokens. num_slots:
-    recurrent slots.
+    num_rows: lanes that can decode together. num_units: units of the arena, `unit_nbytes` each; K/V
+    pages of 64 tokens and snapshots of recurrent state lie in it. num_park_units: host memory for
+    units that leave the arena. num_slots: recurrent slots.
     max_columns: largest T of a forward. max_pages_per_row: largest P.
     """
 
     num_rows: int
-    num_pages: int
+    num_units: int
+    unit_nbytes: int
     num_slots: int
     max_columns: int
     max_pages_per_row: int
+    num_park_units: int = 0
 
 
 class Backend(Protocol):
@@ -88,14 +91,44 @@ class Backend(Protocol):
     def reset_rows(self, rows: Sequence[int]) -> None:
         """Zero the token counts of lanes that start a new request."""
 
-    def clear_slots(self, slots: Sequence[int]) -> None:
-        """Zero recurrent slots (the state before the first token)."""
+    def clear_slot(self, slot: int) -> None:
+        """Zero a recurrent slot (the state before the first token)."""
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent slots: (destination, source) each."""
 
+    def save_state(self, slot: int, units: Sequence[int]) -> None:
+        """Copy a recurrent slot into arena units: a snapshot."""
+
+    def load_state(self, units: Sequence[int], slot: int) -> None:
+        """Copy a snapshot into a recurrent slot."""
+
+    def load_parked_state(self, host_units: Sequence[int], slot: int) -> None:
+        """Copy a parked snapshot into a recurrent slot."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a K/V page."""
+
+    def park_pages(self, pages: Sequence[int], host_pages: Sequence[int]) -> None:
+        """Copy pages to host pages, one by one. The parking space has the arena's geometry."""
+
+    def unpark_pages(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy host pages to pages, one by one."""
+
+    def park_units(self, units: Sequence[int], host_units: Sequence[int]) -> None:
+        """Copy units to host units, one by one."""
+
+    def unpark_units(self, host_units: Sequence[int], units: Sequence[int]) -> None:
+        """Copy host units to units, one by one."""
+
+    def give_back(self, units: Sequence[int]) -> None:
+        """Hand units that hold nothing back to the system, until `take_back`."""
+
+    def take_back(self) -> None:
+        """Have the whole arena again."""
+
     def ledger(self) -> dict[str, int]:
-        """Bytes held, by use: weights, kv, state, workspace, counts."""
+        """Bytes held, by use: weights, arena, slots, parking, workspace, counts."""
 
     def close(self) -> None:
         """Give everything back. Safe to call twice."""

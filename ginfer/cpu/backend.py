@@ -1,8 +1,7 @@
 """CpuBackend: the Backend protocol over the Numba kernels of this package.
 
-Activations are float32; K/V is BF16 in pages [page][attention layer][K, V][head][64 D]; recurrent
-state and convolution history are float32, [GDN layer][slot]. Both numeric families share the
-linear operators, whose order does not depend on the number of columns.
+Activations are float32; K/V and recurrent state are those of `arena`. Both numeric families share
+the linear operators, whose order does not depend on the number of columns.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from numba.np.ufunc.parallel import get_thread_count
 
 from ginfer.batch import ForwardBatch, Phase, Selection, SelectionBatch
 from ginfer.cpu import attention, gdn, sampling
+from ginfer.cpu.arena import Arena
 from ginfer.cpu.linear import embedding_rows, linear, linear_add, linear_silu_up
 from ginfer.cpu.norm import rms_norm
 from ginfer.cpu.rope import frequency_axes, inverse_frequencies, rope_table
@@ -65,6 +65,7 @@ class CpuBackend:
         self._index = {i: n for kind in kinds for n, i in enumerate(spec.layers_of(kind))}
         self._model: Model | None = None
         self._buffers: dict[str, np.ndarray] = {}
+        self._arena: Arena | None = None
         self._weight_nbytes = 0
         self._staged: Staged | None = None
 
@@ -85,8 +86,6 @@ class CpuBackend:
         self._partials = div_ceil(plan.max_pages_per_row * PAGE_TOKENS, BLOCK_TOKENS) * min(
             plan.num_rows, 8
         )
-        num_attention = len(s.layers_of(LayerKind.FULL_ATTENTION))
-        num_gdn = len(s.layers_of(LayerKind.GATED_DELTANET))
         inner = max(2 * (a.q_width + a.kv_width), g.conv_channels + g.value_width)
         scratch = max(
             attention.prefill_scratch(self._heads),
@@ -107,12 +106,10 @@ class CpuBackend:
             "partials": (self._partials * a.q_width,),
             "stats": (2, self._partials * a.num_q_heads),
             "scratch": (self._threads, scratch),
-            "state": (num_gdn, plan.num_slots, g.num_v_heads, g.k_head_dim * g.v_head_dim),
-            "history": (num_gdn, plan.num_slots, g.conv_taps - 1, g.conv_channels),
         }
         self._buffers = {name: np.zeros(shape, np.float32) for name, shape in floats.items()}
-        page = (num_attention, 2, a.num_kv_heads, PAGE_TOKENS * a.head_dim)
-        self._buffers["kv"] = np.zeros((plan.num_pages, *page), np.uint16)
+        self._arena = arena = Arena(s, plan)
+        self._buffers |= {"kv": arena.kv, "state": arena.state, "history": arena.history}
         self._buffers["counts"] = np.zeros((plan.num_rows, s.num_token_ids), np.int32)
         self._sampling = sampling.make_scratch(self._threads, s.num_token_ids)
         self._compile(plan)
@@ -291,10 +288,10 @@ class CpuBackend:
         """Zero the token counts of lanes."""
         self._buffers["counts"][list(rows)] = 0
 
-    def clear_slots(self, slots: Sequence[int]) -> None:
-        """Zero recurrent slots."""
+    def clear_slot(self, slot: int) -> None:
+        """Zero a recurrent slot."""
         for name in ("state", "history"):
-            self._buffers[name][:, list(slots)] = 0
+            self._buffers[name][:, slot] = 0
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent slots, (destination, source) each, one after the other."""
@@ -302,18 +299,67 @@ class CpuBackend:
             for name in ("state", "history"):
                 self._buffers[name][:, target] = self._buffers[name][:, source]
 
+    @property
+    def _memory(self) -> Arena:
+        assert self._arena is not None, "not allocated, or closed"
+        return self._arena
+
+    def save_state(self, slot: int, units: Sequence[int]) -> None:
+        """Copy a recurrent slot to arena units."""
+        self._memory.save_state(slot, units)
+
+    def load_state(self, units: Sequence[int], slot: int) -> None:
+        """Copy a snapshot to a recurrent slot."""
+        self._memory.load_state(units, slot)
+
+    def load_parked_state(self, host_units: Sequence[int], slot: int) -> None:
+        """Copy a parked snapshot to a recurrent slot."""
+        self._memory.load_parked_state(host_units, slot)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a K/V page."""
+        self._memory.copy_page(source, target)
+
+    def park_pages(self, pages: Sequence[int], host_pages: Sequence[int]) -> None:
+        """Copy pages to host pages."""
+        self._memory.park_pages(pages, host_pages)
+
+    def unpark_pages(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy host pages to pages."""
+        self._memory.unpark_pages(host_pages, pages)
+
+    def park_units(self, units: Sequence[int], host_units: Sequence[int]) -> None:
+        """Copy units to host units."""
+        self._memory.park_units(units, host_units)
+
+    def unpark_units(self, host_units: Sequence[int], units: Sequence[int]) -> None:
+        """Copy host units to units."""
+        self._memory.unpark_units(host_units, units)
+
+    def give_back(self, units: Sequence[int]) -> None:
+        """Hand units back to the system."""
+        self._memory.give_back(units)
+
+    def take_back(self) -> None:
+        """Have the whole arena again."""
+        self._memory.take_back()
+
     def ledger(self) -> dict[str, int]:
         """Bytes by use. Weights are mapped, not copied."""
         sizes = {name: array.nbytes for name, array in self._buffers.items()}
-        fixed = {
+        for view in ("kv", "state", "history"):
+            sizes.pop(view, 0)
+        return {
             "weights": self._weight_nbytes,
-            "kv": sizes.pop("kv", 0),
-            "state": sizes.pop("state", 0) + sizes.pop("history", 0),
+            "arena": self._memory.nbytes,
+            "slots": self._memory.slots_nbytes,
+            "parking": self._memory.parking_nbytes,
             "counts": sizes.pop("counts", 0),
+            "workspace": sum(sizes.values()),
         }
-        return {**fixed, "workspace": sum(sizes.values())}
 
     def close(self) -> None:
         """Drop weights and buffers."""
         self._model, self._staged = None, None
         self._buffers = {}
+        self._arena = None

@@ -79,7 +79,7 @@ class RoundLoop:
         on_end: Callable[[str], None],
     ) -> None:
         plan = capacity.plan
-        self.cache = SequenceCache(plan.num_pages, plan.num_slots, retain=config.prefix_reuse)
+        self.cache = SequenceCache(capacity.num_pages, plan.num_slots, retain=config.prefix_reuse)
         self.stats = Stats()
         self._rank, self._frontend, self._clock, self._on_end = rank, frontend, clock, on_end
         self._grammars = grammars

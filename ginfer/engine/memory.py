@@ -1,4 +1,11 @@
-"""Memory plan of an engine: how many lanes, pages and slots it takes at start, or why it cannot."""
+"""Memory plan of an engine: one curve from options and what is there to units, slots and bytes.
+
+    bytes = slots x state + units x unit
+    units = pages of `num_pages` + snapshots, as many as fit, up to SNAPSHOTS_PER_LANE per lane
+
+Requests are promised `num_pages` together; what they do not use, and the rest, holds prefixes and
+snapshots.
+"""
 
 from __future__ import annotations
 
@@ -14,27 +21,39 @@ if TYPE_CHECKING:
     from ginfer.config import EngineConfig
     from ginfer.spec import ModelSpec
 
+UNIT_NBYTES = 2 * MIB
 AUTO_KV_NBYTES = 256 * MIB  # automatic K/V stays modest; one request of max_context always fits
+SNAPSHOTS_PER_LANE = 4  # system and tools, two prompt frontiers, a response end
 IDLE_SLOTS_PER_LANE = 1  # recurrent slots for finished conversations
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """A memory plan with the context that it serves and the bytes that it takes."""
+    """A memory plan with the context that it serves, the K/V pages that requests are promised
+    together, the units of a snapshot, and the bytes of all that."""
 
     plan: MemoryPlan
     max_context: int
+    num_pages: int
+    page_nbytes: int
+    snapshot_units: int
     nbytes: int
 
     @property
     def kv_capacity(self) -> int:
         """Tokens of K/V for all requests together."""
-        return self.plan.num_pages * PAGE_TOKENS
+        return self.num_pages * PAGE_TOKENS
 
 
 def page_nbytes(spec: ModelSpec) -> int:
     """Bytes of one page: BF16 K and V of 64 tokens in all attention layers."""
     return len(spec.layers_of(LayerKind.FULL_ATTENTION)) * spec.attention.kv_width * PAGE_TOKENS * 4
+
+
+def unit_nbytes(spec: ModelSpec) -> int:
+    """Bytes of one arena unit: 2 MiB; the page of a model whose pages do not tile that."""
+    page = page_nbytes(spec)
+    return UNIT_NBYTES if UNIT_NBYTES % page == 0 or page % UNIT_NBYTES == 0 else page
 
 
 def slot_nbytes(spec: ModelSpec) -> int:
@@ -47,14 +66,20 @@ def slot_nbytes(spec: ModelSpec) -> int:
 def plan_memory(config: EngineConfig, spec: ModelSpec, available_nbytes: int) -> Capacity:
     """Resolve every 'auto'. Raises ConfigError with both numbers when the options do not fit the
     model, each other, or the memory that is available."""
+    page, unit = page_nbytes(spec), unit_nbytes(spec)
     num_slots = config.max_concurrency * (1 + IDLE_SLOTS_PER_LANE * config.prefix_reuse)
-    for_pages = available_nbytes - num_slots * slot_nbytes(spec)
-    affordable = for_pages // page_nbytes(spec)
+    for_units = available_nbytes - num_slots * slot_nbytes(spec)
+    affordable = max(for_units, 0) // unit * unit // page
     max_context = _max_context(config, spec, affordable)
     context_pages = div_ceil(max_context, PAGE_TOKENS)
-    modest = min(AUTO_KV_NBYTES // page_nbytes(spec), affordable)
+    modest = min(AUTO_KV_NBYTES // page, affordable)
     num_pages = _num_pages(config, context_pages, modest)
-    nbytes = num_pages * page_nbytes(spec) + num_slots * slot_nbytes(spec)
+    num_units = div_ceil(num_pages * page, unit)
+    snapshot_units = div_ceil(slot_nbytes(spec), unit)
+    if config.prefix_reuse:
+        wanted = config.max_concurrency * SNAPSHOTS_PER_LANE * snapshot_units
+        num_units += max(0, min(wanted, for_units // unit - num_units))
+    nbytes = num_units * unit + num_slots * slot_nbytes(spec)
     if nbytes > available_nbytes:
         raise ConfigError(
             f"K/V and state need {human_bytes(nbytes)} for max_context {max_context} and "
@@ -64,12 +89,20 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, available_nbytes: int) ->
         )
     plan = MemoryPlan(
         num_rows=config.max_concurrency,
-        num_pages=num_pages,
+        num_units=num_units,
+        unit_nbytes=unit,
         num_slots=num_slots,
         max_columns=max(prefill_chunk(config, max_context), config.max_concurrency),
         max_pages_per_row=context_pages,
     )
-    return Capacity(plan=plan, max_context=max_context, nbytes=nbytes)
+    return Capacity(
+        plan=plan,
+        max_context=max_context,
+        num_pages=num_pages,
+        page_nbytes=page,
+        snapshot_units=snapshot_units,
+        nbytes=nbytes,
+    )
 
 
 def prefill_chunk(config: EngineConfig, max_context: int) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 
 from ginfer.batch import ForwardBatch, Phase, Purpose
 from ginfer.engine.sampler import SamplingTable
+from ginfer.engine.work_items import work_items
 from ginfer.models import qwen
 from ginfer.spec import PAGE_TOKENS
 
@@ -49,7 +50,7 @@ class Rank:
         self._rope_delta[lane] = request.prompt.rope_delta
         self.backend.reset_rows([lane])
         if sequence.cached_tokens == 0:
-            self.backend.clear_slots([sequence.slot])
+            self.backend.clear_slot(sequence.slot)
 
     def prefill(
         self, unit: PrefillUnit, forced: int, mask: TokenMask | None = None
@@ -98,15 +99,17 @@ class Rank:
         columns = np.arange(len(lanes) + 1, dtype=np.int32)
         starts = self.frontier[rows]
         slots = self._slots[rows]
+        page_table = self._page_table(rows, int(starts.max()) + 1)
         batch = ForwardBatch(
             phase=Phase.DECODE,
             token_ids=self._next_token[rows],
             positions=np.tile(starts + self._rope_delta[rows], (3, 1)),
             row_indptr=columns,
             starts=starts,
-            page_table=self._page_table(rows, int(starts.max()) + 1),
+            page_table=page_table,
             state_in=slots,
             state_out=slots,
+            items=work_items(page_table, starts, columns),
             selection=self._sampling.select(
                 lanes,
                 columns[:-1],

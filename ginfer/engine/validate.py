@@ -9,7 +9,6 @@ import numpy as np
 
 from ginfer.engine.scheduler import effective_output, entitled_pages
 from ginfer.errors import ContextLengthError, RequestError
-from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from ginfer.engine.memory import Capacity
@@ -72,11 +71,11 @@ def _check_limits(request: Request) -> None:
             f"max_tokens is {request.max_tokens}; give 0 or more", param="max_tokens"
         )
     if any(not stop.text for stop in request.stop_strings):
+        raise RequestError("a stop string is empty; give at least one character", param="stop")
     if request.grammar is not None and request.ignore_eos:
         raise RequestError(
             "ignore_eos leaves a grammar without an end; give one of the two", param="ignore_eos"
         )
-        raise RequestError("a stop string is empty; give at least one character", param="stop")
     if request.reasoning_budget is not None:
         if request.reasoning_budget < 0:
             raise RequestError(
@@ -98,9 +97,9 @@ def _check_length(request: Request, capacity: Capacity) -> None:
             param="prompt",
         )
     limit = effective_output(num_prompt, max(request.max_tokens, 1), capacity.max_context)
-    if entitled_pages(num_prompt, limit) > capacity.plan.num_pages:
+    if entitled_pages(num_prompt, limit) > capacity.num_pages:
         raise ContextLengthError(
             f"prompt and answer need {num_prompt + limit - 1} tokens of K/V; all requests together "
-            f"have {capacity.plan.num_pages * PAGE_TOKENS}; lower max_tokens",
+            f"have {capacity.kv_capacity}; lower max_tokens",
             param="max_tokens",
         )

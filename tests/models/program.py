@@ -10,6 +10,7 @@ import numpy as np
 from ginfer.backend import MemoryPlan
 from ginfer.batch import ForwardBatch, Phase, SelectionBatch
 from ginfer.cpu.backend import CpuBackend
+from ginfer.engine.memory import page_nbytes
 from ginfer.models import qwen
 from ginfer.sizes import div_ceil
 from ginfer.spec import PAGE_TOKENS, LayerKind
@@ -38,7 +39,8 @@ class Program:
         self.backend.allocate(
             MemoryPlan(
                 num_rows=1,
-                num_pages=pages,
+                num_units=pages,
+                unit_nbytes=page_nbytes(spec),
                 num_slots=1,
                 max_columns=chunk,
                 max_pages_per_row=pages,
@@ -50,7 +52,7 @@ class Program:
 
     def reset(self) -> None:
         """Forget the row."""
-        self.backend.clear_slots([0])
+        self.backend.clear_slot(0)
         self.backend.reset_rows([0])
         self.length = 0
 

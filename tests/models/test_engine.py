@@ -347,7 +347,7 @@ def test_stats_add_up():
         assert stats["queue_s"]["count"] == stats["first_token_s"]["count"] == 4
         assert 0 < stats["forward_s"] < stats["busy_s"]
         assert stats["running"] == stats["waiting"] == 0
-        assert stats["memory"]["kv"] > 0
+        assert stats["memory"]["arena"] > 0
         assert engine.drain(0)
         with pytest.raises(UnavailableError, match="shutting down"):
             complete(engine, random_prompt(rng, 10))

@@ -13,6 +13,7 @@ from ginfer.backend import MemoryPlan
 from ginfer.batch import ForwardBatch, Phase, Purpose, SelectionBatch
 from ginfer.engine.backends import open_backend
 from ginfer.engine.loader import load_weights, open_package
+from ginfer.engine.memory import page_nbytes
 from ginfer.engine.request import FinishReason, StopString
 from ginfer.models.qwen import forward
 from ginfer.prompt import PromptOptions
@@ -125,7 +126,14 @@ class Uninterrupted:
         self.backend = open_backend("cpu", self.spec, threads=2)
         load_weights(bound, self.backend, lambda *call: None)
         self.backend.allocate(
-            MemoryPlan(num_rows=1, num_pages=64, num_slots=1, max_columns=64, max_pages_per_row=64)
+            MemoryPlan(
+                num_rows=1,
+                num_units=64,
+                unit_nbytes=page_nbytes(self.spec),
+                num_slots=1,
+                max_columns=64,
+                max_pages_per_row=64,
+            )
         )
         self.num_tokens = 0
 

@@ -47,6 +47,22 @@ def test_automatic_context_is_what_the_memory_holds():
     assert plan(available=GIB // 8).nbytes <= GIB // 8
 
 
+def test_snapshots_get_what_the_pages_leave():
+    demo = plan(max_context=4096)
+    assert (demo.plan.unit_nbytes, demo.snapshot_units) == (2 << 20, 2)
+    assert demo.num_pages == 8 * 64
+    assert demo.plan.num_units == 8 * 64 // 16 + 8 * 4 * 2
+    assert plan(max_context=4096, prefix_reuse=False).plan.num_units == 32
+    large = plan(QWEN_27B.spec, max_context=65_536, max_concurrency=1)
+    assert (large.num_pages, large.snapshot_units) == (1024, 75)
+    assert large.plan.num_units == 2 * 1024 + 4 * 75
+    tight = plan(
+        available=(32 + 7) * (2 << 20) + 16 * slot_nbytes(QWEN_DEMO.spec), max_context=4096
+    )
+    assert tight.plan.num_units == 39
+    assert tight.num_pages == 8 * 64
+
+
 def test_explicit_capacity_is_taken_in_whole_pages():
     assert plan(max_context=1000, kv_capacity=2100).kv_capacity == 2048
     assert plan(max_context=1000).plan.max_pages_per_row == 16
@@ -59,7 +75,7 @@ def test_explicit_capacity_is_taken_in_whole_pages():
         ({"max_context": 20_000}, "max_context", ("20000", "16384")),
         ({"kv_capacity": 16_383, "max_context": 16_384}, "kv_capacity", ("16383", "16384")),
         ({"kv_capacity": 448, "max_context": 64}, "kv_capacity", ("448", "512")),
-        ({"available": GIB // 32}, "max_context", ("32.0 MiB", "38.4")),
+        ({"available": GIB // 32}, "max_context", ("32.0 MiB", "39.4")),
         ({"available": GIB // 32, "max_context": 16_384}, "max_context", ("32.0 MiB", "69.4")),
         ({"available": GIB // 8, "kv_capacity": 131_072}, "kv_capacity", ("128.0 MiB", "293.4")),
     ],

@@ -10,6 +10,7 @@ import numpy as np
 from ginfer.backend import MemoryPlan, PackedTensor
 from ginfer.batch import ForwardBatch, Phase, Selection, SelectionBatch
 from ginfer.cpu.backend import CpuBackend
+from ginfer.engine.memory import page_nbytes
 from ginfer.formats import Q4G64_F16S, TILE_N, W8G32_F16S, Layout, StorageFormat
 from ginfer.models.qwen import forward
 from scripts.pack import codecs
@@ -84,7 +85,8 @@ class Rig:
         self.backend.load(tensors, lambda _: None)
         sizes = {
             "num_rows": 8,
-            "num_pages": 24,
+            "num_units": 24,
+            "unit_nbytes": page_nbytes(spec),
             "num_slots": 8,
             "max_columns": 512,
             "max_pages_per_row": 24,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from ginfer.batch import Phase
 from ginfer.cpu import attention, gdn, linear, norm, rope, sampling
 from ginfer.cpu.backend import CpuBackend
+from ginfer.engine.memory import page_nbytes, slot_nbytes
 from ginfer.errors import ArtifactError, ConfigError
 from ginfer.models.qwen import forward
 from ginfer.spec import LayerKind
@@ -37,7 +39,8 @@ def shared(tensors):
 
 @pytest.fixture
 def rig(shared):
-    shared.backend.clear_slots(range(8))
+    for slot in range(8):
+        shared.backend.clear_slot(slot)
     shared.backend.reset_rows(range(8))
     shared.backend._buffers["kv"][:] = 0x7FC0  # a page holds NaN until a token is written
     return shared
@@ -82,7 +85,7 @@ def test_prefill_has_the_same_bits_for_any_chunks(rig, cuts: list[int]) -> None:
     ids = MODEL.prompt(300)
     want = logprobs(rig.run(PREFILL, [Part(ids, 0, PAGES)], [299]))
     whole = rig.bits()
-    rig.backend.clear_slots([0])
+    rig.backend.clear_slot(0)
     rig.backend._buffers["kv"][:] = 0x7FC0
     for t0, t1 in zip([0, *cuts], [*cuts, 300]):
         columns = [t1 - t0 - 1] if t1 == 300 else []
@@ -109,7 +112,8 @@ def test_rows_have_the_same_bits_alone_and_in_company(rig) -> None:
     after = [Part(i[-8:-7], len(i) - 8, p, s) for i, p, s in _rows()]
     want = logprobs(rig.run(DECODE, after, range(4), rows=np.arange(4, dtype=np.int32)))
     bits = rig.bits()
-    rig.backend.clear_slots(range(8))
+    for slot in range(8):
+        rig.backend.clear_slot(slot)
     rig.backend._buffers["kv"][:] = 0x7FC0
     _prefill_all(rig, together=False)
     for row, part in enumerate(after):
@@ -161,19 +165,19 @@ def test_counts_follow_lanes_and_shape_penalties(rig) -> None:
     ids = MODEL.prompt(5)
     part, high = [Part(ids, 0, PAGES)], np.full(1, 2.0, np.float32)
     first = rig.run(PREFILL, part, [4]).token_ids[0]
-    rig.backend.clear_slots([0])
+    rig.backend.clear_slot(0)
     other = rig.run(PREFILL, part, [4], presence=high, frequency=high)
     gap = other.top_logprobs[0, 0] - other.top_logprobs[0, 1]
     assert (other.token_ids[0] != first) == (gap < 4.0)
     rig.backend.reset_rows([0])
-    rig.backend.clear_slots([0])
+    rig.backend.clear_slot(0)
     assert rig.run(PREFILL, part, [4], presence=high).token_ids[0] == first
 
 
 def test_more_columns_than_logit_rows_are_chosen_in_turns(rig) -> None:
     ids = MODEL.prompt(40)
     many = rig.run(PREFILL, [Part(ids, 0, PAGES)], range(40))
-    rig.backend.clear_slots([0])
+    rig.backend.clear_slot(0)
     few = rig.run(PREFILL, [Part(ids, 0, PAGES)], [3, 39])
     np.testing.assert_array_equal(many.token_ids[[3, 39]], few.token_ids)
     np.testing.assert_array_equal(many.top_logprobs[[3, 39]], few.top_logprobs)
@@ -230,7 +234,7 @@ def test_one_thread_and_two_give_the_same_bits(rig, tensors) -> None:
     ids = MODEL.prompt(150)
     single = CpuBackend(SPEC, threads=1)
     two = rig.run(PREFILL, [Part(ids, 0, PAGES)], [149])
-    rig.backend.clear_slots([0])
+    rig.backend.clear_slot(0)
     threads, rig.backend._threads = rig.backend._threads, single._threads
     one = rig.run(PREFILL, [Part(ids, 0, PAGES)], [149])
     rig.backend._threads = threads
@@ -241,7 +245,8 @@ def test_ledger_and_close(tensors) -> None:
     rig = Rig(SPEC, tensors)
     ledger = rig.backend.ledger()
     page = 2 * SPEC.attention.num_kv_heads * 64 * SPEC.attention.head_dim * 2
-    assert ledger["kv"] == 24 * page * len(SPEC.layers_of(LayerKind.FULL_ATTENTION))
+    assert ledger["arena"] == 24 * page * len(SPEC.layers_of(LayerKind.FULL_ATTENTION))
+    assert ledger["parking"] == 0
     assert ledger["weights"] == sum(t.data.nbytes for t in tensors)
     assert ledger["counts"] == 8 * SPEC.num_token_ids * 4
     rig.backend.close()
@@ -254,3 +259,69 @@ def test_ids_outside_the_vocabulary_never_reach_a_kernel(rig) -> None:
             rig.run(PREFILL, [Part([bad], 0, PAGES)])
     with pytest.raises(AssertionError):
         rig.run(PREFILL, [Part([0], 0, PAGES)], [0], forced=np.array([SPEC.num_token_ids]))
+
+
+UNITS = [17, 3, 20, 9, 22]
+
+
+def test_a_snapshot_gives_the_state_back_bit_for_bit(tensors) -> None:
+    """In the arena and in the parking space, from any units; the pages beside it are untouched."""
+    rig = Rig(SPEC, tensors, num_units=24, num_park_units=24)
+    backend, ids = rig.backend, MODEL.prompt(200)
+    needed = -(-slot_nbytes(SPEC) // page_nbytes(SPEC))
+    units = [*UNITS, *(u for u in range(10, 24) if u not in UNITS)][:needed]
+    rig.run(PREFILL, [Part(ids[:128], 0, [0, 1, 2, 4])])
+    before = rig.bits()
+    backend.save_state(0, units)
+    want = logprobs(rig.run(PREFILL, [Part(ids[128:], 128, [0, 1, 2, 4])], [71]))
+    backend.load_state(units, 5)
+    np.testing.assert_array_equal(backend._buffers["state"][:, 5], before["state"][:, 0])
+    np.testing.assert_array_equal(backend._buffers["history"][:, 5], before["history"][:, 0])
+    host = list(reversed(range(needed)))
+    backend.park_units(units, host)
+    backend.park_pages([0, 1], [23, 22])
+    for unit in (*units, 0, 1):
+        backend._buffers["kv"][unit] = 0x7FC0
+    backend.clear_slot(5)
+    backend.load_parked_state(host, 5)
+    backend.unpark_pages([22, 23], [7, 6])
+    got = logprobs(rig.run(PREFILL, [Part(ids[128:], 128, [6, 7, 2, 4], 5)], [71]))
+    np.testing.assert_array_equal(got, want)
+    backend.unpark_units(host, units)
+    backend.load_state(units, 1)
+    np.testing.assert_array_equal(backend._buffers["state"][:, 1], before["state"][:, 0])
+    backend.close()
+
+
+def test_a_copied_page_continues_the_history(rig) -> None:
+    ids = MODEL.prompt(140)
+    rig.run(PREFILL, [Part(ids[:130], 0, PAGES)])
+    rig.backend.copy_slots([(1, 0)])
+    rig.backend.copy_page(PAGES[2], 21)
+    want = logprobs(rig.run(DECODE, [Part(ids[130:], 130, PAGES)], range(10)))
+    other = [*PAGES[:2], 21]
+    got = logprobs(rig.run(DECODE, [Part(ids[130:], 130, other, 1)], range(10)))
+    np.testing.assert_array_equal(got, want)
+
+
+def test_memory_given_back_is_not_resident_until_it_is_taken_back(tensors) -> None:
+    rig = Rig(SPEC, tensors, num_units=8, unit_nbytes=2 << 20)
+    backend = rig.backend
+    whole, resident = backend.ledger()["arena"], resident_nbytes()
+    assert whole == 16 << 20
+    rig.run(PREFILL, [Part(MODEL.prompt(64), 0, [0])])
+    page = backend._buffers["kv"][0].copy()
+    backend.give_back(range(1, 8))
+    assert backend.ledger()["arena"] == 2 << 20
+    assert resident_nbytes() < resident - (12 << 20)
+    np.testing.assert_array_equal(backend._buffers["kv"][0], page)
+    backend.take_back()
+    assert backend.ledger()["arena"] == whole
+    assert resident_nbytes() > resident - (1 << 20)
+    backend.close()
+
+
+def resident_nbytes() -> int:
+    """Memory of this process that is backed by pages now."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * mmap.PAGESIZE

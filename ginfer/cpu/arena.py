@@ -1,0 +1,152 @@
+"""The memory of requests on the CPU image: an arena of units, its parking space, recurrent slots.
+
+K/V pages and snapshots are views of the arena: page p begins at byte p * page size, unit u at
+u * unit size; sizes divide one another. A snapshot is the state of all layers, then their
+convolution history, over its units in the order given. The parking space looks the same.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ginfer.sizes import align_up
+from ginfer.spec import PAGE_TOKENS, LayerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from ginfer.backend import MemoryPlan
+    from ginfer.spec import ModelSpec
+
+    Ids = Sequence[int]
+
+
+class Space(NamedTuple):
+    """Units and pages of the same bytes. units: [units, bytes] uint8. kv: [pages, attention layers,
+    K V, heads, 64 D] uint16, BF16 bits."""
+
+    memory: mmap.mmap
+    units: NDArray[np.uint8]
+    kv: NDArray[np.uint16]
+
+
+def _make_space(num_units: int, unit_nbytes: int, page: tuple[int, ...]) -> Space:
+    """Zeroed and resident from the start."""
+    nbytes = num_units * unit_nbytes
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
+    flat = np.frombuffer(memory, np.uint8, nbytes)
+    page_nbytes = 2 * int(np.prod(page))
+    pages = flat[: nbytes // page_nbytes * page_nbytes].view(np.uint16)
+    return Space(memory, flat.reshape(num_units, unit_nbytes), pages.reshape(-1, *page))
+
+
+class Arena:
+    """state: [GDN layers, slots, heads, K V] float32. history: [GDN layers, slots, taps - 1,
+    channels] float32."""
+
+    def __init__(self, spec: ModelSpec, plan: MemoryPlan) -> None:
+        a, g = spec.attention, spec.gdn
+        num_attention = len(spec.layers_of(LayerKind.FULL_ATTENTION))
+        page = (num_attention, 2, a.num_kv_heads, PAGE_TOKENS * a.head_dim)
+        self._here = _make_space(plan.num_units, plan.unit_nbytes, page)
+        self._host = _make_space(plan.num_park_units, plan.unit_nbytes, page)
+        layers = (len(spec.layers_of(LayerKind.GATED_DELTANET)), plan.num_slots)
+        self.state = np.zeros((*layers, g.num_v_heads, g.k_head_dim * g.v_head_dim), np.float32)
+        self.history = np.zeros((*layers, g.conv_taps - 1, g.conv_channels), np.float32)
+        slot_nbytes = self.slots_nbytes // plan.num_slots
+        self._image = np.zeros(align_up(slot_nbytes, plan.unit_nbytes), np.uint8)
+        self._given_back: set[int] = set()
+
+    @property
+    def kv(self) -> NDArray[np.uint16]:
+        """Pages, as in Space."""
+        return self._here.kv
+
+    @property
+    def slots_nbytes(self) -> int:
+        """Bytes of all recurrent slots."""
+        return self.state.nbytes + self.history.nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena, less what was given back."""
+        units = self._here.units
+        return int(units.nbytes) - len(self._given_back) * int(units.shape[1])
+
+    @property
+    def parking_nbytes(self) -> int:
+        """Bytes of the parking space."""
+        return self._host.units.nbytes
+
+    def save_state(self, slot: int, units: Ids) -> None:
+        """Copy a recurrent slot to units."""
+        start = 0
+        for array in (self.state, self.history):
+            part = array[:, slot]
+            self._image[start : start + part.nbytes].view(np.float32)[:] = part.reshape(-1)
+            start += part.nbytes
+        size = self._here.units.shape[1]
+        for i, unit in enumerate(units):
+            self._here.units[unit] = self._image[i * size : (i + 1) * size]
+
+    def load_state(self, units: Ids, slot: int) -> None:
+        """Copy a snapshot to a recurrent slot."""
+        self._load(self._here, units, slot)
+
+    def load_parked_state(self, host_units: Ids, slot: int) -> None:
+        """Copy a parked snapshot to a recurrent slot."""
+        self._load(self._host, host_units, slot)
+
+    def _load(self, space: Space, units: Ids, slot: int) -> None:
+        size, start = space.units.shape[1], 0
+        for i, unit in enumerate(units):
+            self._image[i * size : (i + 1) * size] = space.units[unit]
+        for array in (self.state, self.history):
+            part = array[:, slot]
+            image = self._image[start : start + part.nbytes].view(np.float32)
+            part[...] = image.reshape(part.shape)
+            start += part.nbytes
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page."""
+        self._here.kv[target] = self._here.kv[source]
+
+    def park_pages(self, pages: Ids, host_pages: Ids) -> None:
+        """Copy pages to host pages."""
+        for page, host_page in zip(pages, host_pages, strict=True):
+            self._host.kv[host_page] = self._here.kv[page]
+
+    def unpark_pages(self, host_pages: Ids, pages: Ids) -> None:
+        """Copy host pages to pages."""
+        for host_page, page in zip(host_pages, pages, strict=True):
+            self._here.kv[page] = self._host.kv[host_page]
+
+    def park_units(self, units: Ids, host_units: Ids) -> None:
+        """Copy units to host units."""
+        for unit, host_unit in zip(units, host_units, strict=True):
+            self._host.units[host_unit] = self._here.units[unit]
+
+    def unpark_units(self, host_units: Ids, units: Ids) -> None:
+        """Copy host units to units."""
+        for host_unit, unit in zip(host_units, units, strict=True):
+            self._here.units[unit] = self._host.units[host_unit]
+
+    def give_back(self, units: Ids) -> None:
+        """Hand units back to the system; what they held is lost."""
+        size = self._here.units.shape[1]
+        if size % mmap.PAGESIZE == 0:
+            for unit in units:
+                self._here.memory.madvise(mmap.MADV_DONTNEED, unit * size, size)
+            self._given_back.update(units)
+
+    def take_back(self) -> None:
+        """Have every unit again."""
+        for unit in self._given_back:
+            self._here.units[unit] = 0
+        self._given_back.clear()
