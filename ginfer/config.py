@@ -20,7 +20,9 @@ class EngineConfig:
     """Options of one engine. Raises ConfigError naming the field, the value and what is legal.
 
     max_context: tokens per request, prompt and answer; None = the model's native length.
-    kv_capacity: tokens of K/V for all requests together; None = auto.
+    kv_capacity: tokens of K/V for all requests together; None = auto. kv_elastic: when idle, give
+    memory that holds nothing back to the system, and take it again with the next request.
+    park_mib: host memory for prefixes that leave the arena, 0 = none.
     prefill_chunk: most prompt tokens per forward. threads: CPU image only, None = all cores.
     """
 
@@ -28,6 +30,8 @@ class EngineConfig:
     backend: str = "auto"  # auto, cpu, cuda
     max_context: int | None = None
     kv_capacity: int | None = None
+    kv_elastic: bool = False
+    park_mib: int = 0
     kv_dtype: str = "bf16"
     max_concurrency: int = 8
     max_pending: int = 16
@@ -46,6 +50,7 @@ class EngineConfig:
         self._one_of("tp", self.tp, (None, 1))
         self._within("max_concurrency", self.max_concurrency, 1, MAX_CONCURRENCY)
         self._within("max_pending", self.max_pending, 1, 1 << 20)
+        self._within("park_mib", self.park_mib, 0, 1 << 20)
         self._within("prefill_chunk", self.prefill_chunk, CHUNK_MULTIPLE, MAX_PREFILL_CHUNK)
         if self.prefill_chunk % CHUNK_MULTIPLE:
             raise ConfigError(

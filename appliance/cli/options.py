@@ -70,6 +70,19 @@ engine_options = stacked(
         help="Tokens of K/V for all requests together.",
     ),
     click.option(
+        "--kv-elastic",
+        is_flag=True,
+        help="When idle, give K/V memory that holds nothing back to the system.",
+    ),
+    click.option(
+        "--park-mib",
+        type=int,
+        default=EngineConfig.park_mib,
+        show_default=True,
+        metavar="N",
+        help="Host memory for prefixes that leave the K/V memory, in MiB.",
+    ),
+    click.option(
         "--kv-dtype", default="bf16", show_default=True, metavar="bf16", help="Storage of K/V."
     ),
     click.option(

@@ -41,6 +41,8 @@ CHANGES = [
     ("--max-context 512", "engine.max_context", 512),
     ("--kv-capacity 1024", "engine.kv_capacity", 1024),
     ("--kv-capacity auto", "engine.kv_capacity", None),
+    ("--kv-elastic", "engine.kv_elastic", True),
+    ("--park-mib 64", "engine.park_mib", 64),
     ("--prefill-chunk 128", "engine.prefill_chunk", 128),
     ("--max-concurrency 2", "engine.max_concurrency", 2),
     ("--max-pending-requests 3", "engine.max_pending", 3),
