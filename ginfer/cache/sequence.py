@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ginfer.cache.arena import Pool
-from ginfer.cache.prefix import AppendPrefixCache, MadeBy, Prefix
+from ginfer.cache.prefix import AppendPrefixCache, Prefix
+from ginfer.cache.segment import MadeBy
 from ginfer.sizes import div_ceil
 from ginfer.spec import PAGE_TOKENS
 

@@ -32,7 +32,7 @@ class Snapshot:
     units: where the state is. page: copy of the partial last page (-1 without one, when `rest` is
     empty). parked: `units` and `page` are on the host. made_by: of the whole history; last_by: of
     its last token. seams: those in `rest`. hits: sequences that started here; passed: a sequence
-    has gone on past it. used: tick of the last use. stamp: version of its entry among the victims.
+    has gone on past it. used: tick of the last use.
     """
 
     node: Segment
@@ -48,7 +48,6 @@ class Snapshot:
     hits: int = 0
     passed: bool = False
     used: int = 0
-    stamp: int = 0
 
 
 def snapshot_points(
