@@ -165,12 +165,12 @@ def _call(value: Any, path: str) -> ToolCall:
         raise checks.refused(f"{where}.parsed_arguments", why, code="unsupported_parameter")
     return ToolCall(
         call_id=checks.string(checks.required(found, path, "id"), f"{path}.id"),
-        name=_tool_name(checks.required(function, where, "name"), f"{where}.name"),
-        arguments=_arguments(function.get("arguments", ""), f"{where}.arguments"),
+        name=tool_name(checks.required(function, where, "name"), f"{where}.name"),
+        arguments=parse_arguments(function.get("arguments", ""), f"{where}.arguments"),
     )
 
 
-def _arguments(value: Any, path: str) -> dict[str, Any]:
+def parse_arguments(value: Any, path: str) -> dict[str, Any]:
     """Arguments as sent on the wire: a string that holds a JSON object; empty means no argument."""
     text = checks.string(value, path)
     if not text.strip():
@@ -186,7 +186,7 @@ def _arguments(value: Any, path: str) -> dict[str, Any]:
     return checks.shallow(parsed, path)
 
 
-def _tool_name(value: Any, path: str) -> str:
+def tool_name(value: Any, path: str) -> str:
     """A legal function name."""
     if not TOOL_NAME.fullmatch(checks.string(value, path)):
         raise checks.wrong(path, value, "1 to 64 letters, digits, '_' or '-'")
@@ -215,7 +215,7 @@ def _tool(value: Any, path: str) -> Tool:
         raise checks.refused(f"{where}.strict", why, code="strict_tools_not_supported")
     parameters = checks.mapping(function.get("parameters", EMPTY_SCHEMA), f"{where}.parameters")
     checks.shallow(parameters, f"{where}.parameters")
-    name = _tool_name(checks.required(function, where, "name"), f"{where}.name")
+    name = tool_name(checks.required(function, where, "name"), f"{where}.name")
     return Tool(name=name, parameters=parameters, wire=value)
 
 

@@ -57,20 +57,23 @@ def parse_request(body: Any, *, defaults: ServerDefaults) -> ChatRequest:
     )
 
 
-def prompt_options(values: dict[str, Any], defaults: ServerDefaults) -> PromptOptions:
+def prompt_options(
+    values: dict[str, Any], defaults: ServerDefaults, *, effort_field: str = "reasoning_effort"
+) -> PromptOptions:
     """Thinking, effort and preservation from the fields and chat_template_kwargs over the server's
     defaults. Raises RequestError conflicting_template_option."""
     kwargs = values.get("chat_template_kwargs", {})
     chosen = dict(kwargs)
-    for name in ("enable_thinking", "preserve_thinking", "reasoning_effort"):
-        if name in values and kwargs.get(name, values[name]) != values[name]:
-            raise conflict((name, f"chat_template_kwargs.{name}"), "conflicting_template_option")
+    fields = {"enable_thinking": "enable_thinking", "preserve_thinking": "preserve_thinking"}
+    for name, option in {**fields, effort_field: "reasoning_effort"}.items():
+        if name in values and kwargs.get(option, values[name]) != values[name]:
+            raise conflict((name, f"chat_template_kwargs.{option}"), "conflicting_template_option")
         if name in values:
-            chosen[name] = values[name]
+            chosen[option] = values[name]
     effort = chosen.get("reasoning_effort")
     thinking = chosen.get("enable_thinking")
     if effort is not None and thinking not in (None, effort != "none"):
-        raise conflict(("enable_thinking", "reasoning_effort"), "conflicting_template_option")
+        raise conflict(("enable_thinking", effort_field), "conflicting_template_option")
     if thinking is None:
         thinking = defaults.thinking if effort is None else effort != "none"
     return PromptOptions(
