@@ -11,7 +11,6 @@ from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any
 
 from ginfer.engine.backends import open_backend, resolve_backend
-from ginfer.engine.grammar import Grammars
 from ginfer.engine.loader import load_weights, open_package
 from ginfer.engine.loop import Job, RoundLoop
 from ginfer.engine.memory import available_nbytes, plan_memory
@@ -59,11 +58,9 @@ class Engine:
         self.failed: GInferError | None = None
         self.on_failure: Callable[[GInferError], None] = lambda error: None
         self._capacity, self._rank, self._clock = capacity, rank, clock
-        self._grammars = Grammars(frontend, rank.spec.vocab_size)
         self._loop = RoundLoop(
             rank=rank,
             frontend=frontend,
-            grammars=self._grammars,
             capacity=capacity,
             config=config,
             clock=clock,
@@ -133,7 +130,7 @@ class Engine:
             check_request(request, self._rank.spec, self._capacity)
             job = Job(request=request, sink=sink, submitted=self._clock())
             if request.grammar is not None:
-                job.constraint = self._grammars.open(request.grammar)
+                job.constraint = self._loop.grammars.open(request.grammar)
             self._accept(job)
         except GInferError as error:
             with self._changed:
@@ -164,7 +161,7 @@ class Engine:
             **self._loop.stats.snapshot(),
             **gauges,
             "waiting": max(len(self._jobs) - gauges["running"], 0),
-            "grammar": self._grammars.stats(),
+            "grammar": self._loop.grammars.stats(),
             "memory": self._rank.backend.ledger(),
         }
 
@@ -213,7 +210,7 @@ class Engine:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        self._grammars.close()
+        self._loop.grammars.close()
         self._rank.backend.close()
 
     def __enter__(self) -> Self:

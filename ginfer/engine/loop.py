@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ginfer.cache import MadeBy, Sequence, SequenceCache
+from ginfer.engine.grammar import Grammars
 from ginfer.engine.output import Ending, Output
 from ginfer.engine.request import (
     Failed,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
     from ginfer.batch import Selection
     from ginfer.config import EngineConfig
-    from ginfer.engine.grammar import Constraint, Grammars
+    from ginfer.engine.grammar import Constraint
     from ginfer.engine.memory import Capacity
     from ginfer.engine.rank import Rank
     from ginfer.engine.request import Event, Request
@@ -72,7 +73,6 @@ class RoundLoop:
         *,
         rank: Rank,
         frontend: Frontend,
-        grammars: Grammars,
         capacity: Capacity,
         config: EngineConfig,
         clock: Callable[[], float],
@@ -82,7 +82,7 @@ class RoundLoop:
         self.cache = SequenceCache(capacity.num_pages, plan.num_slots, retain=config.prefix_reuse)
         self.stats = Stats()
         self._rank, self._frontend, self._clock, self._on_end = rank, frontend, clock, on_end
-        self._grammars = grammars
+        self.grammars = Grammars(frontend, rank.spec.vocab_size)
         self._max_context = capacity.max_context
         self._prefill_chunk = plan.max_columns
         self._timeout_s = config.pending_timeout_s
@@ -203,7 +203,7 @@ class RoundLoop:
         assert job is not None
         assert job.output is not None
         began = perf_counter()
-        mask = self._grammars.mask([job.constraint]) if unit.last else None
+        mask = self.grammars.mask([job.constraint]) if unit.last else None
         selection = self._rank.prefill(unit, job.output.forced, mask)
         self.stats.forward_s += perf_counter() - began
         self.stats.prefill_rounds += 1
@@ -220,7 +220,7 @@ class RoundLoop:
         jobs = [job for lane in unit.lanes if (job := self._lanes[lane]) is not None]
         forced = [job.output.forced if job.output is not None else -1 for job in jobs]
         began = perf_counter()
-        mask = self._grammars.mask([job.constraint for job in jobs])
+        mask = self.grammars.mask([job.constraint for job in jobs])
         selection = self._rank.decode(unit.lanes, forced, mask)
         self.stats.forward_s += perf_counter() - began
         self.stats.decode_rounds += 1
@@ -240,7 +240,7 @@ class RoundLoop:
             else:
                 message = "the model produced a logit that is not a number"
                 self._fail(job, InternalError(message, code="nonfinite_logits"), keep=False)
-        self._grammars.advance([c for job in jobs if job.lane >= 0 and (c := job.constraint)])
+        self.grammars.advance([c for job in jobs if job.lane >= 0 and (c := job.constraint)])
 
     def _accept(self, job: Job, token_id: int, logprob: TokenLogprob | None) -> None:
         output = job.output
@@ -250,7 +250,7 @@ class RoundLoop:
         forced = output.forced >= 0
         deltas = output.commit(token_id, logprob)
         if job.constraint is not None and output.ending is None:
-            self._grammars.follow(job.constraint, output, token_id, forced=forced)
+            self.grammars.follow(job.constraint, output, token_id, forced=forced)
         for delta in deltas:
             job.sink(delta)
         if output.ending is not None:

@@ -32,7 +32,7 @@ class ArgumentStream:
 
     def begin(self, key: str) -> str:
         """Start a parameter that was not given before."""
-        types = _types_of(self._schema, key)
+        types = types_of(self._schema, key)
         self._streams = "string" in types and "null" not in types
         self._nullable = "string" in types and "null" in types
         self._parts = []
@@ -82,7 +82,7 @@ def _json_text(value: str) -> str:
     return text
 
 
-def _types_of(schema: dict[str, Any], key: str) -> set[str]:
+def types_of(schema: dict[str, Any], key: str) -> set[str]:
     """JSON types that the schema admits for a parameter; empty if it does not say."""
     properties = schema.get("properties")
     declared = properties if isinstance(properties, dict) else {}
