@@ -5,13 +5,15 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING, Any, cast
 
-from sanic import Request, Sanic
+from sanic import Sanic
 from sanic.config import Config
 from sanic.response import HTTPResponse
 
+from appliance import logs, sse
 from appliance.auth import check_key
 from appliance.context import ServerContext
 from appliance.errors import JsonErrorHandler
+from appliance.http_request import HEADER, HttpRequest
 from appliance.routes import chat, health, metrics, models
 
 if TYPE_CHECKING:
@@ -27,14 +29,6 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _numbers = count(1)  # Sanic wants unique names in one interpreter
 
 App = Sanic[Config, ServerContext]
-
-
-class HttpRequest(Request[Any, Any]):
-    """A request. The one that Sanic makes up to answer a malformed head repeats the malformed URL,
-    and would be refused itself."""
-
-    def __init__(self, url_bytes: bytes, *args: Any, **kwargs: Any) -> None:
-        super().__init__(b"*" if kwargs.get("method") == "NONE" else url_bytes, *args, **kwargs)
 
 
 def create_app(client: EngineClient, config: ApplianceConfig) -> App:
@@ -68,19 +62,22 @@ def _settings(config: ApplianceConfig) -> dict[str, Any]:
     }
 
 
-async def _before(request: Request[App, Any]) -> HTTPResponse | None:
-    config = request.app.ctx.config
-    if request.method == "OPTIONS" and config.cors:
+async def _before(request: HttpRequest) -> HTTPResponse | None:
+    context = request.app.ctx
+    if request.method == "OPTIONS" and context.config.cors:
         return HTTPResponse(status=204)
     if request.method != "OPTIONS":
-        check_key(request, config)
+        check_key(request, context.keys)
     return None
 
 
-async def _after(request: Request[App, Any], response: HTTPResponse) -> None:
+async def _after(request: HttpRequest, response: HTTPResponse) -> None:
     context = request.app.ctx
     if context.config.cors:
         response.headers.update(CORS_HEADERS)
     route = f"/{request.route.path}" if request.route else "none"
     method = request.method if request.method in METHODS else "other"
     context.http_stats.requests[method, route, response.status] += 1
+    response.headers[HEADER] = request.request_id
+    if response.content_type != sse.CONTENT_TYPE:  # a stream is told at its end
+        logs.access(request, response.status)

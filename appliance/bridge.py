@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance import wire_values
 from appliance.engine_client import EnginePhase, EngineState, EventStream
+from appliance.watchdog import Watchdog
 from appliance.wire import PROTOCOL_VERSION, Frame, FrameDecoder, FrameType, WireError, encode
 from ginfer.engine.request import Failed
 from ginfer.errors import GInferError, UnavailableError
@@ -31,6 +32,7 @@ RESTART_MAX_S = 30.0
 STABLE_S = 60.0  # an engine that served so long starts the back-off anew
 EXIT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 30.0
+WATCHDOG_S = 60.0
 READ_NBYTES = 1 << 18
 CHILD_MODULE = "appliance.engine_process"
 
@@ -40,13 +42,21 @@ class EngineBridge:
 
     The child ends when its socket closes, so it cannot outlive this process. When it dies, its
     requests end with Failed(engine_restarted), and it is started again after a growing pause. Only
-    a failure before the engine was ever ready is final: then the operator is looking.
+    a failure before the engine was ever ready is final: then the operator is looking. One that is
+    frozen for watchdog_s is killed. log_format: of the lines that the child writes to stderr.
     """
 
     def __init__(
-        self, config: EngineConfig, on_progress: Callable[[str], None] | None = None
+        self,
+        config: EngineConfig,
+        on_progress: Callable[[str], None] | None = None,
+        *,
+        watchdog_s: float = WATCHDOG_S,
+        log_format: str = "text",
     ) -> None:
         self._config = config
+        self._log_format = log_format
+        self._watchdog = Watchdog(watchdog_s)
         self._on_progress = on_progress or (lambda _text: None)
         self._state = EngineState(EnginePhase.STARTING, "the engine is starting")
         self._settled = asyncio.Event()  # ready for the first time, failed or stopped
@@ -118,7 +128,8 @@ class EngineBridge:
         child = self._ready_child()
         waiter: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._stats_waiters.append(waiter)
-        child.send(Frame(FrameType.STATS, {}))
+        if len(self._stats_waiters) == 1:  # who asks meanwhile shares the answer
+            child.send(Frame(FrameType.STATS, {}))
         try:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 return await waiter
@@ -172,14 +183,19 @@ class EngineBridge:
         """One life of the engine process, from start to end; returns why it ended."""
         self._failure = None
         try:
-            self._child = await _Child.spawn()
+            self._child = await _Child.spawn(self._log_format)
         except OSError as error:
             return f"the engine process cannot be started: {error}"
         try:
             config = wire_values.config_header(self._config)
             hello = {"version": PROTOCOL_VERSION, "config": config}
             self._child.send(Frame(FrameType.HELLO, hello))
-            await self._read_frames(self._child)
+            self._watchdog.reset()
+            watch = asyncio.create_task(self._watch(self._child))
+            try:
+                await self._read_frames(self._child)
+            finally:
+                watch.cancel()
         except WireError as error:
             self._failure = error
         finally:
@@ -188,6 +204,20 @@ class EngineBridge:
         if self._failure is not None:
             return self._failure.message
         return f"the engine process {_describe(status)}"
+
+    async def _watch(self, child: _Child) -> None:
+        """Give up an engine that froze after it was ready: its requests need not wait for its
+        end."""
+        while True:
+            await asyncio.sleep(self._watchdog.tick_s)
+            if not self._state.ready:
+                self._watchdog.reset()
+            elif reason := self._watchdog.tick(has_work=bool(self._streams)):
+                self._failure = UnavailableError(reason)
+                self._set_state(EnginePhase.RESTARTING, f"{reason}; the engine is restarting")
+                self._fail_running(reason)
+                child.give_up()
+                return
 
     async def _read_frames(self, child: _Child) -> None:
         """Dispatch frames until the child closes its socket."""
@@ -214,6 +244,8 @@ class EngineBridge:
                 self._failure = wire_values.decode_error(frame)
             case FrameType.STATS:
                 self._on_stats(frame)
+            case FrameType.ALIVE:
+                self._watchdog.alive(wire_values.num_rounds(frame))
             case _:
                 raise WireError(f"unexpected {frame.type.name} frame from the engine process")
 
@@ -273,14 +305,14 @@ class _Child:
         self._writer = writer
 
     @classmethod
-    async def spawn(cls) -> _Child:
+    async def spawn(cls, log_format: str) -> _Child:
         """Start the process. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             reader, writer = await asyncio.open_connection(sock=ours, limit=READ_NBYTES)
             try:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-P", "-m", CHILD_MODULE, str(theirs.fileno())),
+                    *(sys.executable, "-P", "-m", CHILD_MODULE, str(theirs.fileno()), log_format),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=sys.stderr.fileno(),  # stdout belongs to the command line
                     pass_fds=(theirs.fileno(),),
@@ -303,6 +335,12 @@ class _Child:
             return await self._reader.read(READ_NBYTES)
         except ConnectionError:
             return b""
+
+    def give_up(self) -> None:
+        """Kill the process and stop reading, whether or not it can end now."""
+        with suppress(ProcessLookupError):
+            self.process.kill()
+        self._writer.transport.abort()
 
     async def stop(self) -> int:
         """Close the socket, which ends the child, and return its exit status; kill it when it

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,8 +11,11 @@ from ginfer.errors import ConfigError, RequestError
 from ginfer.sizes import MIB
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ginfer.config import EngineConfig
 
+LOG_FORMATS = ("text", "json")
 KEEPALIVE_S = 9.0
 KEEPALIVE_MAX_S = 10.0  # promised to clients; the shortest known watchdog is 20 s
 
@@ -27,13 +28,17 @@ class ApplianceConfig:
     the package's own. defaults: what requests leave open. request_timeout_s: for a request to
     arrive whole. response_timeout_s: for an answer that is not streamed. send_timeout_s: a reader
     that takes nothing for so long is dropped. drain_timeout_s: what running requests get when the
-    server stops.
+    server stops. watchdog_s: an engine that shows no life, or runs no round while requests wait,
+    for so long is started anew. request_log: file of one JSON object per event, None = off; it
+    rotates at request_log_max_mib and keeps request_log_files old files. log_stats_interval_s:
+    between two throughput lines, 0 = none.
     """
 
     engine: EngineConfig
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys_file: Path | None = None
     model_id: str | None = None
     defaults: ServerDefaults = field(default_factory=ServerDefaults)
     max_request_mib: int = 384
@@ -43,6 +48,12 @@ class ApplianceConfig:
     response_timeout_s: float = 7200.0
     send_timeout_s: float = 300.0
     drain_timeout_s: float = 30.0
+    watchdog_s: float = 60.0
+    request_log: Path | None = None
+    request_log_max_mib: int = 64
+    request_log_files: int = 8
+    log_format: str = "text"
+    log_stats_interval_s: float = 5.0
 
     def __post_init__(self) -> None:
         self._within("port", self.port, 0, 65535)
@@ -50,6 +61,15 @@ class ApplianceConfig:
         self._within("max_request_mib", self.max_request_mib, 1, 1 << 14)
         self._within("keepalive_s", self.keepalive_s, 0.05, KEEPALIVE_MAX_S)
         self._within("drain_timeout_s", self.drain_timeout_s, 0, 3600)
+        self._within("watchdog_s", self.watchdog_s, 0.5, 3600)
+        self._within("request_log_max_mib", self.request_log_max_mib, 1, 1 << 14)
+        self._within("request_log_files", self.request_log_files, 0, 100)
+        self._within("log_stats_interval_s", self.log_stats_interval_s, 0, 3600)
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(
+                f"log_format is {self.log_format!r}; legal: {', '.join(LOG_FORMATS)}",
+                param="log_format",
+            )
         for name in ("request_timeout_s", "response_timeout_s", "send_timeout_s"):
             self._within(name, getattr(self, name), 0.1, 1e6)
         if not self.host:
@@ -65,11 +85,6 @@ class ApplianceConfig:
         """Largest request body in bytes."""
         return self.max_request_mib * MIB
 
-    def accepts_key(self, key: str) -> bool:
-        """Whether `key` is one of the API keys; time does not depend on where they differ."""
-        given = _digest(key)
-        return sum(hmac.compare_digest(given, _digest(known)) for known in self.api_keys) > 0
-
     def _check_sampling(self) -> None:
         given = {k: v for k, v in asdict(self.defaults.sampling).items() if v is not None}
         try:
@@ -80,7 +95,3 @@ class ApplianceConfig:
     def _within(self, name: str, value: float, low: float, high: float) -> None:
         if not low <= value <= high:
             raise ConfigError(f"{name} is {value}; legal: {low} to {high}", param=name)
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

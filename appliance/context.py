@@ -8,11 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from appliance.admission import Admission
+from appliance.auth import KeyRing
 from appliance.connections import MAX_CONNECTIONS
 from appliance.metrics import HttpStats
+from appliance.request_log import RequestLog, RotatingFile
 from ginfer.artifact import Package
 from ginfer.errors import UnavailableError
 from ginfer.frontend.registry import open_frontend
+from ginfer.sizes import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +33,7 @@ BODY_BUDGET = 2  # largest bodies that may be in memory before the queue
 
 class ServerContext:
     """State of one server; `app.ctx` of its Sanic app. Raises ArtifactError when the package cannot
-    be used."""
+    be used, ConfigError when the request log or the file of keys cannot."""
 
     def __init__(self, client: EngineClient, config: ApplianceConfig) -> None:
         self.client = client
@@ -39,6 +42,8 @@ class ServerContext:
             resources = {name: package.resource(name) for name in package.resources}
             self.frontend = open_frontend(package.identity.model_id, resources)
             self.model_id = config.model_id or package.identity.model_id
+        self.keys = KeyRing.load(config)
+        self.request_log = open_request_log(config)
         self.created = int(time.time())
         self.admission = Admission(
             num_places=config.engine.max_concurrency + config.engine.max_pending,
@@ -68,5 +73,20 @@ class ServerContext:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, body)
 
     def close(self) -> None:
-        """Let the preparing threads go."""
+        """Let the preparing threads go and finish the request log."""
         self._executor.shutdown(wait=False, cancel_futures=True)
+        self.request_log.close()
+
+
+def open_request_log(config: ApplianceConfig) -> RequestLog:
+    """The request log that the configuration wants. Raises ConfigError."""
+    if config.request_log is None:
+        return RequestLog()
+    return RequestLog(
+        RotatingFile(
+            config.request_log,
+            max_nbytes=config.request_log_max_mib * MIB,
+            num_old=config.request_log_files,
+            package=config.engine.package,
+        )
+    )

@@ -1,4 +1,4 @@
-"""The engine process: `python -m appliance.engine_process FD`, started by the bridge alone."""
+"""The engine process: `python -m appliance.engine_process FD [FORM]`, started by the bridge."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from appliance import wire_values
 from appliance.engine_client import EventBuffer
+from appliance.log_lines import EventFormatter
 from appliance.stages import describe
 from appliance.wire import PROTOCOL_VERSION, Frame, FrameDecoder, FrameType, WireError, encode
 from ginfer import Engine
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 READ_NBYTES = 1 << 18
 FLUSH_S = 2.0
 PROGRESS_S = 2.0
+ALIVE_S = 0.5
 
 
 class Outbox:
@@ -52,6 +54,14 @@ class Outbox:
             self._frames.append(frame)
             self._idle = False
             self._changed.notify_all()
+
+    def beat(self, frame: Frame) -> None:
+        """Queue a sign of life, unless frames wait for a reader that is slow."""
+        with self._changed:
+            if not self._frames:
+                self._frames.append(frame)
+                self._idle = False
+                self._changed.notify_all()
 
     def push(self, event: Event) -> None:
         """Queue an event; the engine's sink."""
@@ -127,6 +137,13 @@ class EngineProcess:
         engine.on_failure = self._fault.put
         self._engine = engine
         self._outbox.put(Frame(FrameType.READY, {"info": engine.info}))
+        threading.Thread(target=self._beat, args=(engine,), name="alive", daemon=True).start()
+
+    def _beat(self, engine: Engine) -> None:
+        """Tell for ever that this process lives, and whether its engine moves."""
+        while True:
+            self._outbox.beat(Frame(FrameType.ALIVE, {"rounds": engine.num_rounds}))
+            time.sleep(ALIVE_S)
 
     def _on_progress(self, stage: str, done: int, total: int) -> None:
         self._stage = (stage, done, total)
@@ -200,7 +217,9 @@ def _greeted(frame: Frame) -> EngineConfig:
 
 def main() -> int:
     """Run on the inherited socket FD. Terminal and service signals are the server's to handle."""
-    logging.basicConfig(level=logging.WARNING, format="engine: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(EventFormatter(sys.argv[2] if len(sys.argv) > 2 else "text", "engine"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     return EngineProcess(socket.socket(fileno=int(sys.argv[1]))).run()

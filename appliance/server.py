@@ -10,9 +10,12 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from appliance import logs
 from appliance.app import create_app
+from appliance.auth import KeyRing
 from appliance.bridge import EngineBridge
 from appliance.connections import BoundedProtocol, allow_connections
+from appliance.reports import report_start, report_throughput
 from ginfer.errors import ConfigError
 from ginfer.sizes import KIB
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
     from appliance.app import App
     from appliance.config import ApplianceConfig
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 256
 ACCEPTS = 16  # taken in one go, before the first of them can be refused
@@ -34,9 +39,11 @@ def serve(config: ApplianceConfig, echo: Callable[[str], None] | None = None) ->
 
     echo: takes lines for the operator; they go to stderr by default. Raises ConfigError for a busy
     or impossible address, and what the engine raises when it cannot start."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    asyncio.run(_Server(config, echo or _print).run())
+    with logs.to_stderr(config.log_format):
+        if config.log_format == "json":
+            echo = logger.info
+        asyncio.run(_Server(config, echo or _print).run())
 
 
 class _Server:
@@ -50,12 +57,18 @@ class _Server:
     async def run(self) -> None:
         """Listen first, so that probes see the engine start; end with the first signal."""
         with _bind(self._config.host, self._config.port) as sock:
-            bridge = EngineBridge(self._config.engine, self._echo)
+            bridge = EngineBridge(
+                self._config.engine,
+                self._echo,
+                watchdog_s=self._config.watchdog_s,
+                log_format=self._config.log_format,
+            )
             app = create_app(bridge, self._config)
             app.ctx.max_connections = allow_connections()
             loop = asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._signals.put_nowait, number)
+            loop.add_signal_handler(signal.SIGHUP, self._reload, app)
             http = await _listen(app, sock)
             try:
                 await self._serve(app, bridge, sock)
@@ -67,6 +80,7 @@ class _Server:
         signalled = asyncio.ensure_future(self._signals.get())
         bridge.start()
         ready = asyncio.ensure_future(bridge.wait_ready())
+        reports: asyncio.Task[None] | None = None
         try:
             await asyncio.wait({signalled, ready}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
@@ -76,10 +90,23 @@ class _Server:
                     f"({info.backend}, context {info.max_context}, "
                     f"{info.max_concurrency} at once)"
                 )
+                await report_start(app.ctx)
+                if self._config.log_stats_interval_s:
+                    reports = asyncio.ensure_future(report_throughput(app.ctx))
                 await signalled
         finally:
-            signalled.cancel()
-            ready.cancel()
+            for task in (signalled, ready, reports):
+                if task is not None:
+                    task.cancel()
+
+    def _reload(self, app: App) -> None:
+        """Read the file of keys anew; one that is wrong changes nothing."""
+        try:
+            app.ctx.keys = KeyRing.load(self._config)
+        except ConfigError as error:
+            logger.error("the API keys stay as they are: %s", error.message)
+        else:
+            logger.info("%d API keys are in force", len(app.ctx.keys))
 
     async def _stop(self, app: App, bridge: EngineBridge, http: Any) -> None:
         """Take no more, let running requests finish until the deadline or another signal."""

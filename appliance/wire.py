@@ -19,7 +19,7 @@ from ginfer.sizes import MIB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_NBYTES = 8 * MIB
 
 _LENGTH = struct.Struct("<I")
@@ -42,6 +42,7 @@ class FrameType(IntEnum):
     FINISHED = 11
     FAILED = 12
     STATS = 13  # both ways
+    ALIVE = 14  # every second from READY on; carries the rounds run so far
 
 
 class WireError(GInferError):

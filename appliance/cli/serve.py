@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -17,11 +18,8 @@ from appliance.cli.options import (
     sampling_options,
     thinking_options,
 )
-from appliance.config import ApplianceConfig
+from appliance.config import LOG_FORMATS, ApplianceConfig
 from appliance.protocols.defaults import DEFAULT_MAX_TOKENS, ServerDefaults
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @click.command()
@@ -34,6 +32,12 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="KEY",
     help="Demand this key; repeatable.  [default: no authentication]",
+)
+@click.option(
+    "--api-keys-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Demand a key whose hash is in FILE (see `ginfer key`); SIGHUP reads it again.",
 )
 @click.option("--model-id", metavar="NAME", help="Served name.  [default: the package's model]")
 @click.option(
@@ -79,6 +83,60 @@ if TYPE_CHECKING:
     show_default=True,
     help="Whether earlier turns keep their reasoning, unless the request says.",
 )
+@click.option(
+    "--request-log-jsonl",
+    "request_log",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="PATH",
+    help="Append one JSON object per event of a request, without prompts, answers and keys.",
+)
+@click.option(
+    "--request-log-max-mib",
+    type=int,
+    default=64,
+    show_default=True,
+    metavar="N",
+    help="Size at which the request log becomes PATH.1.",
+)
+@click.option(
+    "--request-log-files",
+    type=int,
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Old request logs that are kept.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(LOG_FORMATS),
+    default="text",
+    show_default=True,
+    help="Form of the lines on stderr.",
+)
+@click.option(
+    "--log-stats-interval-ms",
+    type=int,
+    default=5000,
+    show_default=True,
+    metavar="N",
+    help="Between two lines of throughput; 0: none.",
+)
+@click.option(
+    "--drain-timeout-ms",
+    type=int,
+    default=30_000,
+    show_default=True,
+    metavar="N",
+    help="What running requests get when the server stops; a second signal ends it.",
+)
+@click.option(
+    "--watchdog-ms",
+    type=int,
+    default=60_000,
+    show_default=True,
+    metavar="N",
+    help="An engine that is frozen for so long is started anew.",
+)
 @click.option("--cors", is_flag=True, help="Allow browsers of any origin.")
 @thinking_options
 @sampling_options
@@ -104,6 +162,7 @@ def build_config(package: Path, options: dict[str, Any]) -> ApplianceConfig:
         sampling=build_sampling(options),
     )
     options["prefix_reuse"] = not options.pop("no_prefix_reuse")
-    options["pending_timeout_s"] = options.pop("pending_timeout_ms") / 1000
+    for name in ("pending_timeout", "log_stats_interval", "drain_timeout", "watchdog"):
+        options[f"{name}_s"] = options.pop(f"{name}_ms") / 1000
     engine = build_engine_config(package, options)
     return ApplianceConfig(engine=engine, defaults=defaults, **options)

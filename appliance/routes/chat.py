@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sanic import Blueprint
 
@@ -15,11 +15,10 @@ from appliance.protocols.openai_chat import parse_request
 from appliance.routes.generation import Dialect, Exchange, answer, check_model, engine_request
 
 if TYPE_CHECKING:
-    from sanic import Request
     from sanic.response import HTTPResponse
 
-    from appliance.app import App
     from appliance.context import ServerContext
+    from appliance.http_request import HttpRequest
 
 blueprint = Blueprint("chat")
 
@@ -41,6 +40,6 @@ CHAT = Dialect(name="openai_chat_completions", open=open_chat, keepalive=frames.
 
 
 @blueprint.post("/v1/chat/completions", stream=True)
-async def chat_completions(request: Request[App, Any]) -> HTTPResponse | None:
+async def chat_completions(request: HttpRequest) -> HTTPResponse | None:
     """Answer a conversation, streamed or whole."""
     return await answer(request, CHAT)

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import orjson
 from sanic.response import HTTPResponse
 
-from appliance import sse
+from appliance import logs, sse
 from appliance.errors import as_error
 from appliance.routes.body import read_body
 from appliance.routes.models import model_not_found
+from appliance.trace import Trace
 from ginfer.engine.request import Delta, Failed, Finished, Started
 from ginfer.errors import ContextLengthError, InternalError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sanic import Request
-
-    from appliance.app import App
     from appliance.context import ServerContext
     from appliance.engine_client import EventStream
+    from appliance.http_request import HttpRequest
     from appliance.protocols.generation import Collector, Generation, StreamWriter
     from ginfer.engine.request import Event
     from ginfer.engine.request import Request as EngineRequest
     from ginfer.prompt import PreparedPrompt
+
+
+HTTP_OK = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,25 +53,48 @@ class Dialect:
     keepalive: bytes
 
 
-async def answer(request: Request[App, Any], dialect: Dialect) -> HTTPResponse | None:
+async def answer(request: HttpRequest, dialect: Dialect) -> HTTPResponse | None:
     """Answer a request, streamed or whole."""
-    context = request.app.ctx
+    context: ServerContext = request.app.ctx
+    trace = Trace(
+        context.request_log,
+        request_id=request.request_id,
+        protocol=dialect.name,
+        key_name=request.key_name,
+    )
+    with trace:
+        exchange, events = await _submit(request, dialect, trace)
+        try:
+            if exchange.generation.stream:
+                await _stream(request, dialect, exchange, events, trace)
+                return None
+            return await _whole(context, exchange, events, trace)
+        finally:
+            context.http_stats.active -= 1
+            events.close()  # cancels in the engine if the client left
+
+
+async def _submit(
+    request: HttpRequest, dialect: Dialect, trace: Trace
+) -> tuple[Exchange, EventStream]:
+    """Read, prepare and hand to the engine; it counts as active from the last step on, so that a
+    server that stops waits for it."""
+    context: ServerContext = request.app.ctx
     context.check_ready()
     with context.admission.place() as place:
         body = await read_body(request, context.config, place)
         exchange = await context.prepare(lambda data: dialect.open(context, data), body)
         del body
+        trace.prepared(exchange.generation, exchange.request)
         context.check_ready()
-        events = await context.client.submit(exchange.request)
-    context.http_stats.active += 1
-    try:
-        if exchange.generation.stream:
-            await _stream(request, dialect, exchange, events)
-            return None
-        return await _whole(context, exchange, events)
-    finally:
-        context.http_stats.active -= 1
-        events.close()  # cancels in the engine if the client left
+        context.http_stats.active += 1
+        try:
+            events = await context.client.submit(exchange.request)
+        except BaseException:
+            context.http_stats.active -= 1
+            raise
+    trace.accepted()
+    return exchange, events
 
 
 def check_model(model: str, context: ServerContext) -> None:
@@ -102,14 +127,18 @@ def engine_request(
     return generation.to_engine_request(prompt, response_id, preset)
 
 
-async def _whole(context: ServerContext, exchange: Exchange, events: EventStream) -> HTTPResponse:
+async def _whole(
+    context: ServerContext, exchange: Exchange, events: EventStream, trace: Trace
+) -> HTTPResponse:
     collector = exchange.collector()
     async for event in events:
+        trace.follow(event)
         _follow(context, exchange, event)
         if isinstance(event, Delta):
             collector.delta(event)
         elif isinstance(event, Finished):
             body = orjson.dumps(collector.finish(event))
+            trace.done(event)
             return HTTPResponse(body, content_type="application/json")
         elif isinstance(event, Failed):
             raise event.error
@@ -117,12 +146,13 @@ async def _whole(context: ServerContext, exchange: Exchange, events: EventStream
 
 
 async def _stream(
-    request: Request[App, Any], dialect: Dialect, exchange: Exchange, events: EventStream
+    request: HttpRequest, dialect: Dialect, exchange: Exchange, events: EventStream, trace: Trace
 ) -> None:
     """Once the headers are out, every failure is an event."""
-    context = request.app.ctx
+    context: ServerContext = request.app.ctx
     config = context.config
     writer = exchange.writer()
+    failure: str | None = "client_disconnected"
     stream = await sse.SseStream.open(
         request,
         keepalive=dialect.keepalive,
@@ -132,14 +162,22 @@ async def _stream(
     try:
         await stream.send(writer.start())
         async for event in stream.read(events):
+            trace.follow(event)
             _follow(context, exchange, event)
             if isinstance(event, Finished):
                 await stream.send(writer.flush())
             await stream.send(_frames(writer, event))
+            if isinstance(event, Finished):
+                trace.done(event)
+        failure = None
     except Exception as exception:
         error = as_error(exception)
+        failure = error.code
+        trace.failed(error)
         context.http_stats.stream_errors[error.code] += 1
         await stream.send(writer.fail(error))
+    finally:
+        logs.access(request, HTTP_OK, failure)
 
 
 def _follow(context: ServerContext, exchange: Exchange, event: Event) -> None:

@@ -28,6 +28,7 @@ async def metrics(request: Request[App, Any]) -> HTTPResponse:
     lines = [*number("ginfer_ready", context.unready_reason is None, GAUGE)]
     lines += number("ginfer_tasks", len(asyncio.all_tasks()), GAUGE)
     lines += number("ginfer_engine_restarts_total", context.client.num_restarts, COUNTER)
+    lines += number("ginfer_request_log_dropped_total", context.request_log.num_dropped, COUNTER)
     lines += context.http_stats.render()
     with suppress(UnavailableError):  # ginfer_ready says so
         lines += render_engine(await context.client.stats())

@@ -1,10 +1,13 @@
 """Options of the command line arrive in the configuration under their documented defaults."""
 
+from pathlib import Path
+
 import click
 import pytest
 
 from appliance.cli.main import group
 from appliance.cli.serve import build_config
+from appliance.config import ApplianceConfig
 from appliance.protocols.defaults import SamplingOverrides, ServerDefaults
 from ginfer.config import EngineConfig
 from ginfer.errors import ConfigError
@@ -35,6 +38,7 @@ def test_product_defaults(package):
     assert config.engine.prefix_reuse
     assert config.defaults == ServerDefaults()
     assert not config.cors
+    assert config == ApplianceConfig(engine=config.engine), "the options say what the class says"
 
 
 CHANGES = [
@@ -59,6 +63,14 @@ CHANGES = [
     ("--model-id m", "model_id", "m"),
     ("--max-request-mib 5", "max_request_mib", 5),
     ("--cors", "cors", True),
+    (f"--api-keys-file {__file__}", "api_keys_file", Path(__file__)),
+    ("--request-log-jsonl log", "request_log", Path("log")),
+    ("--request-log-max-mib 2", "request_log_max_mib", 2),
+    ("--request-log-files 3", "request_log_files", 3),
+    ("--log-format json", "log_format", "json"),
+    ("--log-stats-interval-ms 0", "log_stats_interval_s", 0),
+    ("--drain-timeout-ms 500", "drain_timeout_s", 0.5),
+    ("--watchdog-ms 2500", "watchdog_s", 2.5),
     ("--default-max-tokens 5", "defaults.max_tokens", 5),
     ("--no-thinking", "defaults.thinking", False),
     ("--reasoning-effort low", "defaults.effort", "low"),
