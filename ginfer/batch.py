@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
+from ginfer.sizes import div_ceil
+from ginfer.spec import BLOCK_TOKENS
+
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     I32 = NDArray[np.int32]
@@ -132,6 +136,72 @@ class ForwardBatch:
     def num_rows(self) -> int:
         """B."""
         return len(self.starts)
+
+
+class WorkUnits:
+    """What kernels of decode attention read: units of work, in arrays that never move.
+
+    A unit is a block of 256 keys and at most `group` columns that read it together and have keys in
+    it. units: [capacity, 3] int32, place in members, columns, block; those of many columns first.
+    count: [1] int32, units that count. members: int32, columns, ascending in a unit. first:
+    [T + 1] int32, blocks of the columns before: the partial of column t and block j has number
+    first[t] + j. The arrays are consecutive parts of `storage`: first, members, count, units.
+    """
+
+    def __init__(self, num_rows: int, num_columns: int, num_blocks: int, *, group: int) -> None:
+        """Room for batches of up to these rows and columns, and blocks of a row."""
+        capacity = (num_rows + num_columns // group) * num_blocks
+        sizes = (num_columns + 1, num_rows * num_columns, 1, 3 * capacity)
+        self.storage = np.zeros(sum(sizes), np.int32)
+        self.first, self.members, self.count, units = np.split(
+            self.storage, np.cumsum(sizes[:-1]).tolist()
+        )
+        self.units = units.reshape(capacity, 3)
+        self._blocks = np.arange(num_blocks, dtype=np.int32)
+        self._columns = np.arange(num_columns, dtype=np.int32)
+        self._group = group
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """Describe a decode batch. What exceeds the room is our own fault."""
+        indptr, starts = batch.row_indptr.tolist(), batch.starts.tolist()
+        self.count[0] = place = 0
+        for begin, end, rows in _reads(batch, indptr, starts):
+            head = place
+            for row in rows:
+                width = indptr[row + 1] - indptr[row]
+                self.members[place : place + width] = self._columns[indptr[row] : indptr[row + 1]]
+                place += width
+            whole = end if len(rows) > 1 else min(end, starts[rows[0]] // BLOCK_TOKENS + 1)
+            self._add(head, place, begin, whole)
+            for block in range(whole, end):  # the first columns of the row end before it
+                self._add(head + block * BLOCK_TOKENS - starts[rows[0]], place, block, block + 1)
+        tokens = self._columns[: indptr[-1]] + np.repeat(
+            batch.starts - batch.row_indptr[:-1], np.diff(batch.row_indptr)
+        )
+        np.cumsum(tokens // BLOCK_TOKENS + 1, out=self.first[1 : indptr[-1] + 1])
+
+    def _add(self, head: int, tail: int, begin: int, end: int) -> None:
+        """Units of the blocks begin .. end - 1 for members[head:tail]."""
+        for place in range(head, tail, self._group):
+            count = int(self.count[0])
+            units = self.units[count : count + end - begin]
+            units[:, 0] = place
+            units[:, 1] = min(self._group, tail - place)
+            units[:, 2] = self._blocks[begin:end]
+            self.count[0] += end - begin
+
+
+def _reads(
+    batch: ForwardBatch, indptr: list[int], starts: list[int]
+) -> list[tuple[int, int, list[int]]]:
+    """(first block, last + 1 block, rows) of the work items, those of many rows first."""
+    if batch.items is None:
+        tokens = [start + b - a for start, a, b in zip(starts, indptr[:-1], indptr[1:])]
+        return [(0, div_ceil(n, BLOCK_TOKENS), [row]) for row, n in enumerate(tokens)]
+    cuts, rows = batch.items.indptr.tolist(), batch.items.rows.tolist()
+    runs = zip(batch.items.blocks.tolist(), cuts[:-1], cuts[1:])
+    items = [(begin, end, rows[a:b]) for (begin, end), a, b in runs]
+    return sorted(items, key=lambda item: -len(item[2]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,6 +61,15 @@ class Columns(NamedTuple):
     sin: np.ndarray
 
 
+class Work(NamedTuple):
+    """What decode reads, as in `ginfer.batch.WorkUnits`. units: [U, 3], members, first: [T + 1];
+    int32."""
+
+    units: np.ndarray
+    members: np.ndarray
+    first: np.ndarray
+
+
 @device
 def _prepare_column(t, qkgv, kv, layer, w_q, w_k, heads, columns, eps):
     """Norm and rotate q (times scale) and k of column t in place; append k and v to its page."""
@@ -204,42 +213,41 @@ def prefill_scratch(heads: Heads) -> int:
 
 @device
 def _decode_unit(
-    block, t0, t1, members, g, part, stats, first, base, qkgv, kv, layer, heads, columns, scratch
+    block, group, g, base, part, stats, qkgv, kv, layer, heads, columns, first, scratch
 ):
-    """The partials of the columns members[t0 .. t1 - 1], whose rows share the pages of `block`."""
+    """The partials of K/V head g and a group of columns that see keys of `block`, the same pages;
+    all of it if they are columns of several rows."""
     keep_apart()
     H, G, D, _ = heads
     M, W, x = H // G, qkgv.shape[1], qkgv.reshape(-1)
-    rows, size = (t1 - t0) * M, GROUP * M * D
+    rows, size = group.size * M, GROUP * M * D
     q, acc, scores = scratch[:size], scratch[size : 2 * size], scratch[2 * size :]
     m, l = scores[GROUP * M * TILE :], scores[GROUP * M * (TILE + 1) :]
-    for i in range(t0, t1):
-        at, qo = (i - t0) * M * D, members[i] * W + g * M * D
+    for i in range(group.size):
+        at, qo = i * M * D, group[i] * W + g * M * D
         q[at : at + M * D] = x[qo : qo + M * D]
     _clear(acc, 0, m, l, 0, rows, D)
-    pages = columns.pages[columns.row[members[t0]]]
-    seen, most = columns.token[members[t0]] + 1, columns.token[members[t1 - 1]] + 1
+    pages = columns.pages[columns.row[group[0]]]
+    fewest, most = columns.token[group[0]] + 1, columns.token[group[group.size - 1]] + 1
     for tile in range(block * DECODE_TILES, min((block + 1) * DECODE_TILES, -(-most // TILE))):
         k, v = kv[pages[tile], layer, 0, g], kv[pages[tile], layer, 1, g]
         scores[: rows * TILE].fill(ZERO)
         multiply_add_bf16(scores, 0, TILE, q, 0, D, k, TILE, rows, TILE, D)
-        if seen >= (tile + 1) * TILE:
+        if fewest >= (tile + 1) * TILE:
             _soften(acc, 0, m, l, 0, scores, rows, D, TILE, 0)
             multiply_add_bf16(acc, 0, D, scores, 0, TILE, v, D, rows, D, TILE)
             continue
-        for i in range(t1 - t0):
-            n = min(TILE, columns.token[members[t0 + i]] + 1 - tile * TILE)
+        for i in range(group.size):
+            n = min(TILE, columns.token[group[i]] + 1 - tile * TILE)
             if n > 0:
                 weights = scores[i * M * TILE : (i + 1) * M * TILE]
                 _soften(acc, i * M * D, m, l, i * M, weights, M, D, n, 0)
                 multiply_add_bf16(acc, i * M * D, D, weights, 0, TILE, v, D, M, D, n)
-    for i in range(t1 - t0):
-        t = members[t0 + i]
-        if block < first[t + 1] - first[t]:
-            to = (first[t] - base + block) * H + g * M
-            part[to * D : (to + M) * D] = acc[i * M * D : (i + 1) * M * D]
-            stats[0, to : to + M] = m[i * M : (i + 1) * M]
-            stats[1, to : to + M] = l[i * M : (i + 1) * M]
+    for i in range(group.size):
+        to = (first[group[i]] - base + block) * H + g * M
+        part[to * D : (to + M) * D] = acc[i * M * D : (i + 1) * M * D]
+        stats[0, to : to + M] = m[i * M : (i + 1) * M]
+        stats[1, to : to + M] = l[i * M : (i + 1) * M]
 
 
 @device
@@ -262,42 +270,28 @@ def append_columns(qkgv, kv, layer, w_q, w_k, heads, columns, eps):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def attention_decode(
-    out, qkgv, kv, layer, heads, columns, units, members, first, wave, part, stats, scratch
-):
+def attention_decode(out, qkgv, kv, layer, heads, columns, work, wave, part, stats, scratch):
     """Attention of the columns c0 .. c1 - 1 = `wave`, after `append_columns`: partials, merge.
 
-    units: [U, 3] int64, a block of 256 keys and first and last + 1 of its `members`: at most GROUP
-    columns, ascending, that share its pages; more than one row only where all see all of it.
-    first: [T + 1] int64, running number of blocks of the columns before. part: [S H D], stats:
-    [2, S H] for S >= first[c1] - first[c0] blocks. scratch: [threads, decode_scratch].
+    part: [S H D], stats: [2, S H] for S >= first[c1] - first[c0] blocks. scratch: [threads,
+    decode_scratch].
     """
-    H, G = heads.H, heads.G
+    H, G, first, members = heads.H, heads.G, work.first, work.members
     c0, c1 = wave
-    for i in prange(units.shape[0] * G):
-        unit, g = units[np.int64(i) // G], np.int64(i) % G
-        block, t0, t1 = unit
+    n = work.units.shape[0]
+    for i in prange(n * G):
+        at, g = np.int64(i) // G, np.int64(i) % G
+        # threads take stretches: large and small units in turns
+        place, count, block = work.units[at // 2 if at % 2 == 0 else n - 1 - at // 2]
+        t0, t1 = np.int64(place), np.int64(place + count)
         while t0 < t1 and members[t0] < c0:
             t0 += 1
         while t0 < t1 and members[t1 - 1] >= c1:
             t1 -= 1
         if t0 < t1:
+            group, base, mine = members[t0:t1], first[c0], scratch[get_thread_id()]
             _decode_unit(
-                block,
-                t0,
-                t1,
-                members,
-                g,
-                part,
-                stats,
-                first,
-                first[c0],
-                qkgv,
-                kv,
-                layer,
-                heads,
-                columns,
-                scratch[get_thread_id()],
+                block, group, g, base, part, stats, qkgv, kv, layer, heads, columns, first, mine
             )
     for i in prange((c1 - c0) * H):
         t, h = c0 + np.int64(i) // H, np.int64(i) % H

@@ -12,7 +12,7 @@ import numpy as np
 from numba import set_num_threads
 from numba.np.ufunc.parallel import get_thread_count
 
-from ginfer.batch import ForwardBatch, Phase, Selection, SelectionBatch
+from ginfer.batch import ForwardBatch, Phase, Selection, SelectionBatch, WorkUnits
 from ginfer.cpu import attention, gdn, sampling
 from ginfer.cpu.arena import Arena
 from ginfer.cpu.linear import embedding_rows, linear, linear_add, linear_silu_up
@@ -83,9 +83,9 @@ class CpuBackend:
         s, a, g = self._spec, self._spec.attention, self._spec.gdn
         T, F = plan.max_columns, a.rotary_dim // 2
         self._logit_rows = min(T, max(plan.num_rows, 8))
-        self._partials = div_ceil(plan.max_pages_per_row * PAGE_TOKENS, BLOCK_TOKENS) * min(
-            plan.num_rows, 8
-        )
+        blocks = div_ceil(plan.max_pages_per_row * PAGE_TOKENS, BLOCK_TOKENS)
+        self._partials = blocks * min(plan.num_rows, 8)
+        self._units = WorkUnits(plan.num_rows, T, blocks, group=attention.GROUP)
         inner = max(2 * (a.q_width + a.kv_width), g.conv_channels + g.value_width)
         scratch = max(
             attention.prefill_scratch(self._heads),
@@ -182,7 +182,7 @@ class CpuBackend:
         set_num_threads(self._threads)
         T, F = batch.num_columns, self._axes.size
         cos, sin = self._view("cos", T, F), self._view("sin", T, F)
-        self._staged = stage(batch, cos, sin)
+        self._staged = stage(batch, cos, sin, self._units)
         ids = self._staged.token_ids
         assert ids.min(initial=0) >= 0
         assert ids.max(initial=0) < self._spec.vocab_size  # kernels do not check
@@ -209,18 +209,15 @@ class CpuBackend:
             )
         else:
             attention.append_columns(q, kv, index, *norms, heads, columns, self._eps)
-            tables = (self._staged.units, self._staged.members, self._staged.first)
+            work = self._staged.work
             spaces = (self._buffers["partials"], self._buffers["stats"], scratch)
-            for wave in self._waves():
-                attention.attention_decode(
-                    out, q, kv, index, heads, columns, *tables, wave, *spaces
-                )
+            for wave in self._waves(T):
+                attention.attention_decode(out, q, kv, index, heads, columns, work, wave, *spaces)
         linear_add(hidden, out, w.output)
 
-    def _waves(self) -> list[tuple[int, int]]:
+    def _waves(self, T: int) -> list[tuple[int, int]]:
         """Runs of columns whose key blocks fit the partials."""
-        assert self._staged is not None
-        first = self._staged.first.tolist()
+        first = self._units.first[: T + 1].tolist()
         waves, c0 = [], 0
         for t in range(1, len(first)):
             if first[t] - first[c0] > self._partials:

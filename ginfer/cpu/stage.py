@@ -6,32 +6,28 @@ is copied into such arrays, so that no batch can make Numba compile while servin
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ginfer.batch import Phase
-from ginfer.cpu.attention import GROUP, QUERIES, Columns
+from ginfer.cpu.attention import QUERIES, Columns, Work
 from ginfer.cpu.gdn import Rows
 from ginfer.cpu.sampling import Draws
-from ginfer.spec import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ginfer.batch import ForwardBatch, SelectionBatch
+    from ginfer.batch import ForwardBatch, SelectionBatch, WorkUnits
 
     I32 = NDArray[np.int32]
     I64 = NDArray[np.int64]
-
-_NO_ITEMS, _NO_UNITS = np.zeros((0, 2), np.int64), np.zeros((0, 3), np.int64)
 
 
 class Staged(NamedTuple):
     """A batch as the kernels take it.
 
-    items: [I, 2] prefill work items. units, members, first: of `attention_decode`.
+    items: [I, 2] prefill work items. work: of decode attention, in place.
     """
 
     token_ids: I32
@@ -39,9 +35,7 @@ class Staged(NamedTuple):
     columns: Columns
     rows: Rows
     items: I64
-    units: I64
-    members: I64
-    first: I64
+    work: Work
 
 
 def _own(array: object, dtype: type) -> np.ndarray:
@@ -49,67 +43,37 @@ def _own(array: object, dtype: type) -> np.ndarray:
 
 
 def _query_items(indptr: I64, tokens: I64) -> I64:
-    """Runs of at most 64 columns of a row."""
+    """Runs of at most 64 columns of a row, late ones (heavy) alternating with early ones."""
     items = [
         (t, min(t + QUERIES, end))
         for start, end in zip(indptr[:-1].tolist(), indptr[1:].tolist())
         for t in range(start, end, QUERIES)
     ]
     items.sort(key=lambda item: int(tokens[item[0]]))
-    return _mixed(np.array(items, np.int64).reshape(-1, 2))
-
-
-def _mixed(items: I64) -> I64:
-    """Items sorted by weight to an order in which every stretch weighs about the same."""
-    middle, mixed = (len(items) + 1) // 2, np.empty_like(items)
+    middle = (len(items) + 1) // 2
+    mixed = [*items]
     mixed[0::2], mixed[1::2] = items[:middle], items[middle:][::-1]
-    return mixed
+    return np.array(mixed, np.int64).reshape(-1, 2)
 
 
-def _units(batch: ForwardBatch, indptr: I64) -> tuple[I64, I64]:
-    """(units, members) of decode attention; without work items every row reads its own blocks."""
-    if batch.items is None:
-        ends = -(-(batch.starts + np.diff(indptr)) // BLOCK_TOKENS)
-        runs = [(0, end, (row,)) for row, end in enumerate(ends.tolist())]
-    else:
-        cuts, rows = batch.items.indptr.tolist(), batch.items.rows.tolist()
-        blocks = batch.items.blocks.tolist()
-        runs = [(*run, rows[a:b]) for run, a, b in zip(blocks, cuts[:-1], cuts[1:])]
-    columns = [range(a, b) for a, b in pairwise(indptr.tolist())]
-    members: list[int] = []
-    units = []
-    for first, last, group in sorted(runs, key=lambda run: len(run[2])):
-        begin = len(members)
-        members += [t for row in group for t in columns[row]]
-        for t0 in range(begin, len(members), GROUP):
-            unit = np.empty((last - first, 3), np.int64)
-            unit[:, 0] = np.arange(first, last)
-            unit[:, 1:] = t0, min(t0 + GROUP, len(members))
-            units.append(unit)
-    return _mixed(np.concatenate(units)), np.array(members, np.int64)
-
-
-def stage(batch: ForwardBatch, cos: np.ndarray, sin: np.ndarray) -> Staged:
-    """Copy the tables of a batch and derive columns and work items. cos, sin: [T, F]."""
+def stage(batch: ForwardBatch, cos: np.ndarray, sin: np.ndarray, units: WorkUnits) -> Staged:
+    """Copy the tables of a batch and derive columns and work. cos, sin: [T, F]; `units` of groups
+    of at most GROUP columns is filled for decode."""
     indptr, starts = _own(batch.row_indptr, np.int64), _own(batch.starts, np.int64)
     row = np.repeat(np.arange(starts.size, dtype=np.int32), np.diff(indptr))
     token = np.arange(row.size) + (starts - indptr[:-1])[row]
-    first = np.zeros(row.size + 1, np.int64)
-    items, units, members = _NO_ITEMS, _NO_UNITS, first
+    items = np.zeros((0, 2), np.int64)
     if batch.phase is Phase.PREFILL:
         items = _query_items(indptr, token)
     else:
-        np.cumsum(token // BLOCK_TOKENS + 1, out=first[1:])
-        units, members = _units(batch, indptr)
+        units.fill(batch)
     return Staged(
         token_ids=_own(batch.token_ids, np.int32),
         positions=_own(batch.positions, np.int32),
         columns=Columns(row, token, _own(batch.page_table, np.int32), cos, sin),
         rows=Rows(indptr, starts, _own(batch.state_in, np.int32), _own(batch.state_out, np.int32)),
         items=items,
-        units=units,
-        members=members,
-        first=first,
+        work=Work(units.units[: units.count[0]], units.members, units.first),
     )
 
 

@@ -35,14 +35,14 @@ def seconds(rig: Attention, batch: ForwardBatch) -> float:
     r = np.random.default_rng(0)
     qkgv = r.standard_normal((T, 2 * (rig.H + rig.G) * rig.D)).astype(np.float32)
     out = np.zeros((T, rig.H * rig.D), np.float32)
-    slots = int(staged.first[-1]) * rig.H
+    slots = int(staged.work.first[T]) * rig.H
     part, stats = np.zeros(slots * rig.D, np.float32), np.zeros((2, slots), np.float32)
     threads = numba.get_num_threads()
     scratch = np.zeros((threads, attention.decode_scratch(rig.heads)), np.float32)
-    columns = (staged.columns, staged.units, staged.members, staged.first)
+    tables = (staged.columns, staged.work)
     return best_seconds(
         lambda: attention.attention_decode(
-            out, qkgv, rig.kv, 1, rig.heads, *columns, (0, T), part, stats, scratch
+            out, qkgv, rig.kv, 1, rig.heads, *tables, (0, T), part, stats, scratch
         )
     )
 

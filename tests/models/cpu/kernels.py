@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numba import get_num_threads
 
-from ginfer.batch import ForwardBatch, Phase
+from ginfer.batch import ForwardBatch, Phase, WorkUnits
 from ginfer.cpu import attention, gdn
 from ginfer.cpu.rope import frequency_axes, inverse_frequencies, rope_table
 from ginfer.cpu.stage import Staged, stage
+from ginfer.spec import BLOCK_TOKENS
 
 EPS = np.float32(1e-6)
 NAN = np.float32(np.nan)
@@ -69,7 +70,9 @@ class Attention:
         """The batch with its rotation table."""
         F = self.rotary // 2
         cos, sin = poisoned(batch.num_columns, F), poisoned(batch.num_columns, F)
-        staged = stage(batch, cos, sin)
+        blocks = batch.page_table.shape[1] * PAGE // BLOCK_TOKENS + 1
+        units = WorkUnits(batch.num_rows, batch.num_columns, blocks, group=attention.GROUP)
+        staged = stage(batch, cos, sin, units)
         axes = frequency_axes(self.sections)
         rope_table(cos, sin, staged.positions, axes, inverse_frequencies(1e4, F))
         return staged
@@ -88,9 +91,9 @@ class Attention:
             return out
         attention.append_columns(x, self.kv, 1, *weights, EPS)
         scratch = poisoned(threads, attention.decode_scratch(self.heads))
-        tables = (staged.columns, staged.units, staged.members, staged.first)
+        tables, first = (staged.columns, staged.work), staged.work.first
         for wave in waves or ((0, T),):
-            slots = int(staged.first[wave[1]] - staged.first[wave[0]])
+            slots = int(first[wave[1]] - first[wave[0]])
             spaces = (poisoned(slots * self.H * self.D), poisoned(2, slots * self.H), scratch)
             attention.attention_decode(out, x, self.kv, 1, self.heads, *tables, wave, *spaces)
         return out
@@ -143,7 +146,11 @@ class Gdn:
 
     def run(self, batch: ForwardBatch, mix: np.ndarray, ab: np.ndarray) -> np.ndarray:
         """[T, HV V] of a batch."""
-        rows, T = stage(batch, poisoned(0, 1), poisoned(0, 1)).rows, batch.num_columns
+        T = batch.num_columns
+        units = WorkUnits(
+            batch.num_rows, T, 1 + int(batch.starts.max() + T) // BLOCK_TOKENS, group=16
+        )
+        rows = stage(batch, poisoned(0, 1), poisoned(0, 1), units).rows
         out = poisoned(T, self.HV * self.V)
         scratch = poisoned(get_num_threads(), gdn.gdn_scratch(self.shape))
         mix, ab = mix.copy(), ab.copy()
