@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,13 +12,13 @@ import numpy as np
 from ginfer.cache.arena import Pool
 from ginfer.cache.prefix_tree import fitting
 from ginfer.cache.residency import Residency
-from ginfer.cache.segment import PAGE_KEY_NBYTES, TOKEN_NBYTES, MadeBy, Seam, Segment
+from ginfer.cache.segment import PAGE_KEY_NBYTES, TOKEN_NBYTES, MadeBy, Seam, Segment, path
 from ginfer.cache.snapshot import Snapshot, SnapshotKind, snapshot_points
 from ginfer.sizes import div_ceil
 from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -109,7 +110,7 @@ class PrefixCache:
         freed, holds = 0, Counter[Segment]()
         for sequence in sequences:
             freed += sequence.num_pages - sequence.node.end // PAGE_TOKENS
-            holds.update(_path(sequence.node))
+            holds.update(path(sequence.node))
         return freed + sum(len(node.pages) for node, n in holds.items() if n == node.refs)
 
     def can_admit(self, prompt: PreparedPrompt, num_pages: int) -> bool:
@@ -221,11 +222,11 @@ class PrefixCache:
         exactly one owner, that counts are true, and that the promise above can be kept."""
         refs, private = Counter[Segment](), []
         for sequence in self._active:
-            refs.update(_path(sequence.node))
+            refs.update(path(sequence.node))
             num_shared = sequence.node.end // PAGE_TOKENS
             private += sequence.pages[num_shared:]
             assert num_shared <= len(sequence.pages) <= sequence.num_pages
-            shared = [p for n in list(_path(sequence.node))[::-1] for p in n.pages]
+            shared = [p for n in list(path(sequence.node))[::-1] for p in n.pages]
             assert sequence.pages[:num_shared] == shared, "a path and its pages differ"
         segments = list(self._memory.tree.walk())
         assert all(node.refs == refs[node] for node in segments), "a lock is lost"
@@ -252,7 +253,7 @@ class PrefixCache:
         if hit.snapshot is None:
             return num_pages
         node = hit.snapshot.node
-        newly_locked = sum(len(n.pages) for n in _path(node) if n.refs == 0)
+        newly_locked = sum(len(n.pages) for n in path(node) if n.refs == 0)
         return newly_locked + num_pages - node.end // PAGE_TOKENS
 
     def _fits(self, hit: Hit, num_pages: int) -> bool:
@@ -264,40 +265,44 @@ class PrefixCache:
     def _enter(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Put a sequence behind a snapshot: lock the path, load the state, bring parked pages
         back."""
-        path = list(_path(snapshot.node))[::-1]
-        for node in path:
-            self._lock(sequence, node)
+        for node in path(snapshot.node):
+            if node.refs == 0:
+                self._locked += len(node.pages)
+            node.refs += 1
+        sequence.node = snapshot.node
+        sequence.seams = _seams_behind(snapshot)
+        self._unshared -= snapshot.node.end // PAGE_TOKENS
         tail: list[int] = []
         self._note_use(snapshot, sequence.data)
-        sequence.seams = _seams_behind(path, snapshot)
         self._memory.load(snapshot, sequence.slot, tail)
-        for node in path:
-            if node.parked:
-                self._memory.unpark(node)
-            sequence.pages += node.pages
-        sequence.pages += tail
+        self._memory.unpark(sequence.node)
+        shared = [node.pages for node in path(sequence.node)]
+        sequence.pages += [*chain.from_iterable(reversed(shared)), *tail]
 
     def _note_use(self, hit: Snapshot, data: bytes) -> None:
         """Tell a snapshot that it is used, and those before it on its path that they are passed;
         the end of a system prompt is used by all that pass it."""
-        for node in (*_path(hit.node), self._memory.tree.root):
+        hit.hits += 1
+        for node in (*path(hit.node), self._memory.tree.root):
+            if not any(_is_news(s, hit) for s in node.snapshots.values()):
+                continue
             limit = hit.num_tokens - node.end
             for snapshot in fitting(node, data, node.end * TOKEN_NBYTES, limit):
-                is_new, snapshot.passed = not snapshot.passed, True
-                if snapshot is hit or snapshot.kind is SnapshotKind.SYSTEM:
-                    snapshot.used, is_new = self._tick, True
-                if is_new:
+                if _is_news(snapshot, hit):
+                    snapshot.passed = True
+                    if snapshot is hit or snapshot.kind is SnapshotKind.SYSTEM:
+                        snapshot.used = self._tick
                     self._memory.touch(snapshot)
-        hit.hits += 1
 
     def _share(self, sequence: Sequence, data: bytes, num_tokens: int) -> None:
         """Make segments of the private whole pages among the first `num_tokens` tokens."""
         stop = num_tokens // PAGE_TOKENS * PAGE_TOKENS
         while (begin := sequence.node.end) < stop:
-            first = begin + PAGE_TOKENS
-            seams = tuple(s for s in sequence.seams if begin <= s.position < first)
-            later = [s.position // PAGE_TOKENS * PAGE_TOKENS for s in sequence.seams]
-            end = min([stop, *(border for border in later if border >= first)])
+            end = stop
+            if sequence.seams:  # what prefill made ends with the page before the first seam
+                border = sequence.seams[0].position // PAGE_TOKENS * PAGE_TOKENS
+                end = min(stop, border) if border > begin else stop
+            seams = tuple(s for s in sequence.seams if begin <= s.position < end)
             self._append(sequence, data[begin * TOKEN_NBYTES : end * TOKEN_NBYTES], seams)
 
     def _append(self, sequence: Sequence, data: bytes, seams: tuple[Seam, ...]) -> None:
@@ -348,7 +353,7 @@ class PrefixCache:
 
     def _disown(self, sequence: Sequence) -> None:
         """Lose the snapshots that a sequence has taken or passed beyond its hit."""
-        for node in _path(sequence.node):
+        for node in path(sequence.node):
             for snapshot in list(node.snapshots.values()):
                 if snapshot.num_tokens > sequence.cached_tokens:
                     self._memory.discard(snapshot)
@@ -358,7 +363,7 @@ class PrefixCache:
         num_shared = sequence.node.end // PAGE_TOKENS
         self._memory.arena.free_pages(sequence.pages[num_shared:])
         self._unshared -= sequence.num_pages - num_shared
-        for node in _path(sequence.node):
+        for node in path(sequence.node):
             node.refs -= 1
             self._locked -= len(node.pages) if node.refs == 0 else 0
         self._memory.prune(sequence.node)
@@ -374,22 +379,20 @@ class PrefixCache:
         sequence.node = node
 
 
-def _path(node: Segment) -> Iterator[Segment]:
-    """A segment and those above it, without the root."""
-    while node.parent is not None:
-        yield node
-        node = node.parent
-
-
 def _history(token_ids: NDArray[np.int32]) -> bytes:
     return np.asarray(token_ids, "<i4").tobytes()
 
 
-def _seams_behind(path: list[Segment], snapshot: Snapshot) -> list[Seam]:
+def _is_news(snapshot: Snapshot, hit: Snapshot) -> bool:
+    """Whether a hit at or behind a snapshot changes what it is worth."""
+    return not snapshot.passed or snapshot is hit or snapshot.kind is SnapshotKind.SYSTEM
+
+
+def _seams_behind(snapshot: Snapshot) -> list[Seam]:
     """Seams of a history that goes on after a snapshot. What prefill adds at a page border of a
     prefill-made frontier is what it would have added anyway; elsewhere it begins anew."""
-    seams = [seam for node in path for seam in node.seams]
-    seams += snapshot.seams
+    runs = [snapshot.seams, *(node.seams for node in path(snapshot.node))]
+    seams = list(chain.from_iterable(reversed(runs)))
     if snapshot.last_by is MadeBy.DECODE or snapshot.num_tokens % PAGE_TOKENS:
         seams.append(Seam(snapshot.num_tokens, MadeBy.PREFILL))
     return seams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from ginfer.cache.segment import PAGE_KEY_NBYTES, TOKEN_NBYTES, MadeBy, Segment
@@ -24,30 +25,33 @@ class PrefixTree:
     def match(self, data: bytes, limit: int) -> Snapshot | None:
         """The deepest snapshot among the first `limit` tokens of a history; on a tie one that
         prefill made, then the one used last. Only segments that equal the history are visited."""
-        best: Snapshot | None = None
-        pending = [self.root]
+        equal, pending = [], [(0, self.root)]
         while pending:
-            node = pending.pop()
-            end = node.end
-            at = end * TOKEN_NBYTES
+            at, node = visited = pending.pop()
+            equal.append(visited)
+            for child in node.children.get(data[at : at + PAGE_KEY_NBYTES], ()):
+                end = at + len(child.data)
+                if end <= limit * TOKEN_NBYTES and data.startswith(child.data, at):
+                    pending.append((end, child))
+        best: Snapshot | None = None
+        for at, node in sorted(equal, key=itemgetter(0), reverse=True):
+            end = at // TOKEN_NBYTES
+            if best is not None and end + PAGE_TOKENS <= best.num_tokens:
+                break
             found = deepest(node, data, at, limit - end)
             if found is not None and (best is None or _rank(found) > _rank(best)):
                 best = found
-            pending += (
-                child
-                for child in node.children.get(data[at : at + PAGE_KEY_NBYTES], ())
-                if child.end <= limit and data.startswith(child.data, at)
-            )
         return best
 
     def find(
         self, node: Segment, data: bytes, seams: tuple[Seam, ...]
     ) -> tuple[Segment | None, int]:
-        """The child of `node` that begins like `data` and has its seams, and the number of pages
-        that the two have in common."""
+        """The child of `node` that begins as `data` with `seams` does, and the number of pages that
+        they have in common."""
         for child in node.children.get(data[:PAGE_KEY_NBYTES], ()):
-            if child.seams == seams:
-                return child, _common_pages(child.data, data)
+            count = min(_common_pages(child.data, data), _pages_before_difference(child, seams))
+            if count:
+                return child, count
         return None, 0
 
     def add(self, node: Segment, data: bytes, pages: list[int], seams: tuple[Seam, ...]) -> Segment:
@@ -74,7 +78,7 @@ class PrefixTree:
             start=node.start,
             data=node.data[:cut],
             pages=node.pages[:num_pages],
-            seams=node.seams,
+            seams=tuple(s for s in node.seams if s.position < node.start + num_pages * PAGE_TOKENS),
             made_by=node.made_by,
             parked=node.parked,
             refs=node.refs,
@@ -83,11 +87,26 @@ class PrefixTree:
         )
         siblings = parent.children[node.data[:PAGE_KEY_NBYTES]]
         siblings[siblings.index(node)] = upper
-        node.parent, node.start, node.seams = upper, upper.end, ()
+        node.parent, node.start, node.seams = upper, upper.end, node.seams[len(upper.seams) :]
         node.data, node.pages = node.data[cut:], node.pages[num_pages:]
         upper.children[node.data[:PAGE_KEY_NBYTES]] = [node]
         self.num_segments += 1
         return upper
+
+    def merge(self, node: Segment) -> None:
+        """Join a segment to its child when nothing tells the two apart any more; the child stays,
+        with the pages of both."""
+        if node.parent is None or node.snapshots or node.num_children != 1:
+            return
+        ((child,),) = node.children.values()
+        if (child.refs, child.parked, child.made_by) != (node.refs, node.parked, node.made_by):
+            return
+        siblings = node.parent.children[node.data[:PAGE_KEY_NBYTES]]
+        siblings[siblings.index(node)] = child
+        child.parent, child.start = node.parent, node.start
+        child.data, child.pages = node.data + child.data, node.pages + child.pages
+        child.seams = node.seams + child.seams
+        self.num_segments -= 1
 
     def remove(self, node: Segment) -> Segment:
         """Take a leaf without snapshots out of the tree; return its parent."""
@@ -118,6 +137,8 @@ def fitting(node: Segment, data: bytes, at: int, num_tokens: int) -> list[Snapsh
     """The snapshots of `node` whose rest continues `data` at byte `at` and has at most `num_tokens`
     tokens. At most 64 fit, however many there are."""
     snapshots, limit = node.snapshots, num_tokens * TOKEN_NBYTES
+    if not snapshots:
+        return []
     if len(snapshots) <= PAGE_TOKENS:
         rests = [rest for rest in snapshots if len(rest) <= limit and data.startswith(rest, at)]
     else:
@@ -128,8 +149,6 @@ def fitting(node: Segment, data: bytes, at: int, num_tokens: int) -> list[Snapsh
 
 def deepest(node: Segment, data: bytes, at: int, num_tokens: int) -> Snapshot | None:
     """The deepest of the snapshots that fit."""
-    if not node.snapshots:
-        return None
     return max(fitting(node, data, at, num_tokens), key=lambda s: s.num_tokens, default=None)
 
 
@@ -147,3 +166,11 @@ def _common_pages(a: bytes, b: bytes) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _pages_before_difference(node: Segment, seams: tuple[Seam, ...]) -> int:
+    """Pages of `node` in front of the first seam that only it or only `seams` has."""
+    differing = set(node.seams).symmetric_difference(seams)
+    if not differing:
+        return len(node.pages)
+    return (min(differing).position - node.start) // PAGE_TOKENS

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ginfer.cache.arena import Arena
 from ginfer.cache.eviction import Victims, worth
 from ginfer.cache.prefix_tree import PrefixTree
-from ginfer.cache.segment import PAGE_KEY_NBYTES, TOKEN_NBYTES, MadeBy
+from ginfer.cache.segment import PAGE_KEY_NBYTES, TOKEN_NBYTES, MadeBy, path
 from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -98,26 +98,28 @@ class Residency:
         node.parent.num_resident += 1
 
     def unpark(self, node: Segment) -> None:
-        """Bring the pages of a locked segment back."""
-        pages = self.take_pages(len(node.pages))
-        self._moves.unpark_pages(node.pages, pages)
-        self.num_unparked += len(pages)
-        self.adopt(node, pages)
+        """Bring the parked pages of a locked path back, which ends at `node`."""
+        parked = [n for n in path(node) if n.parked]
+        possible = self._evict_for(sum(len(n.pages) for n in parked))
+        assert possible, "promised pages cannot be had"
+        for segment in [n for n in path(node) if n.parked]:  # neighbours may have been merged
+            pages = self.arena.allocate_pages(len(segment.pages))
+            self._moves.unpark_pages(segment.pages, pages)
+            self.num_unparked += len(pages)
+            self.adopt(segment, pages)
 
     def prune(self, node: Segment) -> None:
         """Park or free the segments from `node` upwards that lead to no snapshot in the arena."""
-        while node.parent is not None and node.refs == 0:
-            parent = node.parent
+        while (parent := node.parent) is not None and node.refs == 0:
             if not node.num_children and not node.snapshots:
                 (self.host if node.parked else self.arena).free_pages(node.pages)
                 self.tree.remove(node)
+                node = parent
             elif node.num_resident or node.parked:
-                return
-            else:
-                self._park(node)
-                if not node.parked:
-                    continue  # what was parked below it is lost: it is empty now
-            node = parent
+                break
+            elif self._park(node):
+                node = parent
+        self.tree.merge(node)
 
     # -- making room ------------------------------------------------------------------------------
 
@@ -179,21 +181,24 @@ class Residency:
     def _unpark_page(self, host_page: int, page: int) -> None:
         self._moves.unpark_pages([host_page], [page])
 
-    def _park(self, node: Segment) -> None:
-        """Park the pages of a segment; if they do not fit, lose the parked snapshots below it."""
+    def _park(self, node: Segment) -> bool:
+        """Park the pages of a segment; if they do not fit, lose the parked snapshots below it, so
+        that it leads nowhere at all, and return False."""
         pages = node.pages
-        if self._make_host_room(0, len(pages), None) and node.num_children + len(node.snapshots):
-            node.pages = self.host.allocate_pages(len(pages))
-            self._moves.park_pages(pages, node.pages)
-            self.arena.free_pages(pages)
-            self.num_parked += len(pages)
-            node.parked = True
-            assert node.parent is not None
-            node.parent.num_resident -= 1
-        else:
+        if not self._make_host_room(0, len(pages), None):
             for segment in list(self.tree.walk(node)):
                 for snapshot in list(segment.snapshots.values()):
                     self._discard_parked(snapshot)
+        if not node.num_children and not node.snapshots:
+            return False
+        node.pages = self.host.allocate_pages(len(pages))
+        self._moves.park_pages(pages, node.pages)
+        self.arena.free_pages(pages)
+        self.num_parked += len(pages)
+        node.parked = True
+        assert node.parent is not None
+        node.parent.num_resident -= 1
+        return True
 
     def _make_host_room(self, num_units: int, num_pages: int, limit: Worth | None) -> bool:
         """Lose parked snapshots that are worth less than `limit` (None: any) until there is room on
@@ -253,15 +258,21 @@ def _check_segment(node: Segment) -> None:
     residents += sum(not s.parked for s in node.snapshots.values())
     assert node.num_resident == residents
     for key, siblings in node.children.items():
-        assert len({child.seams for child in siblings}) == len(siblings), "twins"
+        first = node.end + PAGE_TOKENS
+        heads = {tuple(s for s in child.seams if s.position < first) for child in siblings}
+        assert len(heads) == len(siblings), "twins"
         assert all(child.data.startswith(key) for child in siblings)
     for child in children:
         assert (child.parent, child.start) == (node, node.end)
         assert child.refs <= node.refs or node.parent is None
         assert len(child.data) == len(child.pages) * PAGE_KEY_NBYTES > 0
-        assert all(child.start <= s.position < child.start + PAGE_TOKENS for s in child.seams)
-        decoded = child.seams or node.made_by is MadeBy.DECODE
-        assert child.made_by is (MadeBy.DECODE if decoded else MadeBy.PREFILL)
+        assert all(child.start <= s.position < child.end for s in child.seams)
+        assert list(child.seams) == sorted(child.seams)
+        if node.made_by is MadeBy.PREFILL:
+            begins = [s for s in child.seams if s.position < child.start + PAGE_TOKENS]
+            assert bool(child.seams) == bool(begins) == (child.made_by is MadeBy.DECODE)
+        else:
+            assert child.made_by is MadeBy.DECODE
         assert not (node.parked and not child.parked), "an orphan in the arena"
         assert not (child.parked and child.refs), "a parked segment is locked"
         wanted = child.parked or child.refs or child.num_resident

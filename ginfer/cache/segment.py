@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ginfer.cache.snapshot import Snapshot
 
 TOKEN_NBYTES = 4  # token ids are compared as little-endian int32
@@ -38,9 +40,9 @@ class Seam(NamedTuple):
 class Segment:
     """Tokens [start, end) of a history and the pages that hold their K/V.
 
-    data: the token ids as bytes, 256 per page. seams: those inside its first page; a later seam
-    begins a new segment. parked: `pages` are host pages. refs: running sequences whose path holds
-    it. children: by the bytes of their first page; siblings under one key differ in seams.
+    data: the token ids as bytes, 256 per page. seams: those inside it. made_by: of all its pages.
+    parked: `pages` are host pages. refs: running sequences whose path holds it. children: by the
+    bytes of their first page; siblings under one key differ in the seams of that page.
     snapshots: by the bytes of the tokens between `end` and the snapshot (fewer than 64 tokens).
     num_children, num_resident: children, and those children and snapshots that are not parked.
     """
@@ -62,3 +64,10 @@ class Segment:
     def end(self) -> int:
         """Tokens of the history up to here; a multiple of 64."""
         return self.start + len(self.data) // TOKEN_NBYTES
+
+
+def path(node: Segment) -> Iterator[Segment]:
+    """A segment and those above it, deepest first, without the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent

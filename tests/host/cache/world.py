@@ -178,7 +178,7 @@ class World:
         return run
 
     def _best(self, prompt: PreparedPrompt) -> tuple[int, bool]:
-        """Most tokens of the prompt that a live snapshot covers; whether a prefill-made one does."""
+        """Most tokens of the prompt that a live snapshot covers; whether one is prefill-made."""
         data, memory = prompt.token_ids.tobytes(), self.cache._memory
         live = [self.memory.state_of(s) for kind in (memory.resident, memory.parked) for s in kind]
         found = [(0, True)]
