@@ -226,6 +226,21 @@ def test_events_that_come_before_the_acceptance_are_kept_in_order(num_before: in
     assert asyncio.run(run()) == list(EVENTS)
 
 
+def test_concurrent_scrapes_cost_one_frame() -> None:
+    async def run() -> None:
+        bridge, child = EngineBridge(_config()), Recorder()
+        bridge._child = child  # type: ignore[assignment]
+        bridge._set_state(EnginePhase.READY)
+        for answer in ({"running": 1}, {"running": 2}):
+            scrapes = [asyncio.create_task(bridge.stats()) for _ in range(5)]
+            await asyncio.sleep(0)
+            bridge._dispatch(_frame(Frame(FrameType.STATS, answer)))
+            assert await asyncio.gather(*scrapes) == [answer] * 5
+        assert [frame.type for frame in child.sent] == [FrameType.STATS] * 2
+
+    asyncio.run(run())
+
+
 def _frame(frame: Frame) -> Frame:
     """A frame as it arrives."""
     (arrived,) = FrameDecoder().feed(encode(frame))
