@@ -80,6 +80,10 @@ class StoredResponse:
         """Bytes of its own; the context counts apart."""
         return len(self.body) + RECORD_NBYTES
 
+    def conversation(self) -> list[Item]:
+        """All items up to its end."""
+        return self.node.conversation()
+
 
 class ResponseStore:
     """At most `max_records` responses and `max_nbytes` in all. Safe to share between threads."""
