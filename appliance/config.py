@@ -31,7 +31,9 @@ class ApplianceConfig:
     server stops. watchdog_s: an engine that shows no life, or runs no round while requests wait,
     for so long is started anew. request_log: file of one JSON object per event, None = off; it
     rotates at request_log_max_mib and keeps request_log_files old files. log_stats_interval_s:
-    between two throughput lines, 0 = none.
+    between two throughput lines, 0 = none. response_store_max_records, response_store_max_mib:
+    bounds of the stored responses. state_dir: folder of what outlives the server, None = the
+    user's.
     """
 
     engine: EngineConfig
@@ -54,6 +56,9 @@ class ApplianceConfig:
     request_log_files: int = 8
     log_format: str = "text"
     log_stats_interval_s: float = 5.0
+    response_store_max_records: int = 1024
+    response_store_max_mib: int = 256
+    state_dir: Path | None = None
 
     def __post_init__(self) -> None:
         self._within("port", self.port, 0, 65535)
@@ -64,6 +69,8 @@ class ApplianceConfig:
         self._within("watchdog_s", self.watchdog_s, 0.5, 3600)
         self._within("request_log_max_mib", self.request_log_max_mib, 1, 1 << 14)
         self._within("request_log_files", self.request_log_files, 0, 100)
+        self._within("response_store_max_records", self.response_store_max_records, 0, 1 << 20)
+        self._within("response_store_max_mib", self.response_store_max_mib, 1, 1 << 14)
         self._within("log_stats_interval_s", self.log_stats_interval_s, 0, 3600)
         if self.log_format not in LOG_FORMATS:
             raise ConfigError(

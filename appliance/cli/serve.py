@@ -76,6 +76,28 @@ from appliance.protocols.defaults import DEFAULT_MAX_TOKENS, ServerDefaults
     metavar="N",
     help="Largest request body.",
 )
+@click.option(
+    "--response-store-max-records",
+    type=int,
+    default=1024,
+    show_default=True,
+    metavar="N",
+    help="Stored responses (OpenAI Responses); 0: none can be stored.",
+)
+@click.option(
+    "--response-store-max-mib",
+    type=int,
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Memory of the stored responses.",
+)
+@click.option(
+    "--state-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="PATH",
+    help="Folder of the server's key, with which reasoning is sealed.  [default: the user's]",
+)
 @click.option("--no-prefix-reuse", is_flag=True, help="Prefill every prompt from its first token.")
 @click.option(
     "--preserve-thinking/--no-preserve-thinking",
@@ -137,6 +159,11 @@ from appliance.protocols.defaults import DEFAULT_MAX_TOKENS, ServerDefaults
     metavar="N",
     help="An engine that is frozen for so long is started anew.",
 )
+@click.option(
+    "--no-canonical-headers",
+    is_flag=True,
+    help="Leave the line that Claude Code changes per request in its system prompt.",
+)
 @click.option("--cors", is_flag=True, help="Allow browsers of any origin.")
 @thinking_options
 @sampling_options
@@ -159,6 +186,7 @@ def build_config(package: Path, options: dict[str, Any]) -> ApplianceConfig:
         thinking=not options.pop("no_thinking"),
         effort=options.pop("reasoning_effort"),
         preserve_thinking=options.pop("preserve_thinking"),
+        canonical_headers=not options.pop("no_canonical_headers"),
         sampling=build_sampling(options),
     )
     options["prefix_reuse"] = not options.pop("no_prefix_reuse")

@@ -19,7 +19,7 @@ def main(text: str) -> None:
     """Serve the demo package with the options of a JSON object."""
     options: dict[str, Any] = orjson.loads(text)
     engine = EngineConfig(**{"package": PACKAGE, "max_context": 8192} | options.pop("engine", {}))
-    for name in ("request_log", "api_keys_file"):
+    for name in ("request_log", "api_keys_file", "state_dir"):
         if name in options:
             options[name] = Path(options[name])
     options["api_keys"] = tuple(options.pop("api_keys", ()))
