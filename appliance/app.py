@@ -14,7 +14,7 @@ from appliance.auth import check_key
 from appliance.context import ServerContext
 from appliance.errors import JsonErrorHandler
 from appliance.http_request import HEADER, HttpRequest
-from appliance.routes import chat, health, metrics, models
+from appliance.routes import chat, health, messages, metrics, models, responses
 
 if TYPE_CHECKING:
     from appliance.config import ApplianceConfig
@@ -25,6 +25,7 @@ CORS_HEADERS = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
     "Access-Control-Allow-Headers": "*, Authorization",
 }
+MESSAGES_PATH = "/v1/messages"  # its protocol has a header of its own for the id
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _numbers = count(1)  # Sanic wants unique names in one interpreter
 
@@ -42,7 +43,7 @@ def create_app(client: EngineClient, config: ApplianceConfig) -> App:
         request_class=HttpRequest,
         configure_logging=False,
     )
-    for routes in (chat, health, metrics, models):
+    for routes in (chat, health, messages, metrics, models, responses):
         app.blueprint(routes.blueprint.copy(routes.blueprint.name))
     app.register_middleware(_before, "request")
     app.register_middleware(cast("Any", _after), "response")
@@ -79,5 +80,7 @@ async def _after(request: HttpRequest, response: HTTPResponse) -> None:
     method = request.method if request.method in METHODS else "other"
     context.http_stats.requests[method, route, response.status] += 1
     response.headers[HEADER] = request.request_id
+    if request.path.startswith(MESSAGES_PATH):
+        response.headers["request-id"] = request.request_id
     if response.content_type != sse.CONTENT_TYPE:  # a stream is told at its end
         logs.access(request, response.status)

@@ -10,8 +10,12 @@ from typing import TYPE_CHECKING
 from appliance.admission import Admission
 from appliance.auth import KeyRing
 from appliance.connections import MAX_CONNECTIONS
+from appliance.instance_key import instance_key, state_folder
 from appliance.metrics import HttpStats
+from appliance.protocols.thinking_signature import ThinkingSigner
 from appliance.request_log import RequestLog, RotatingFile
+from appliance.response_memory import ResponseMemory
+from appliance.response_store import ResponseStore
 from ginfer.artifact import Package
 from ginfer.errors import UnavailableError
 from ginfer.frontend.registry import open_frontend
@@ -44,6 +48,12 @@ class ServerContext:
             self.model_id = config.model_id or package.identity.model_id
         self.keys = KeyRing.load(config)
         self.request_log = open_request_log(config)
+        key = instance_key(state_folder(config.state_dir))
+        self.signer = ThinkingSigner(key)
+        self.responses = ResponseMemory(
+            ResponseStore(config.response_store_max_records, config.response_store_max_mib * MIB),
+            key,
+        )
         self.created = int(time.time())
         self.admission = Admission(
             num_places=config.engine.max_concurrency + config.engine.max_pending,

@@ -11,7 +11,7 @@ from sanic.exceptions import RequestCancelled, SanicException
 from sanic.handlers import ErrorHandler
 from sanic.response import HTTPResponse
 
-from appliance.protocols import openai_errors
+from appliance.protocols import anthropic_errors, openai_errors
 from ginfer.errors import GInferError, InternalError, UnavailableError
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ CODES = {
 
 
 # routes whose protocol has errors of its own form
-ERROR_BODIES: dict[str, Callable[[GInferError], dict[str, Any]]] = {}
+ERROR_BODIES: dict[str, Callable[[GInferError], dict[str, Any]]] = {
+    "/v1/messages": anthropic_errors.error_body
+}
 
 
 class HttpError(GInferError):

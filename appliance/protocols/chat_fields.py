@@ -9,6 +9,7 @@ from appliance.protocols import checks
 from appliance.protocols.chat_messages import parse_messages, parse_tool_choice, parse_tools
 from appliance.protocols.fields import (
     MAX_SEED,
+    MAX_STOPS,
     MAX_TOKENS,
     Field,
     Verdict,
@@ -19,25 +20,12 @@ from appliance.protocols.fields import (
     number,
     one_of,
     only,
+    stop_strings,
     template_kwargs,
 )
 from ginfer.engine.request import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-
-
-def _stop(value: Any, path: str) -> tuple[str, ...]:
-    """Stop strings in declaration order; an empty one stops nothing and is dropped."""
-    entries = [value] if isinstance(value, str) else checks.array(value, path)
-    if len(entries) > MAX_STOPS:
-        raise checks.wrong(path, value, f"at most {MAX_STOPS} stop strings")
-    stops = [checks.string(s, f"{path}.{i}") for i, s in enumerate(entries)]
-    for text in stops:
-        if len(text) > MAX_STOP_CHARS:
-            raise checks.wrong(path, text, f"stop strings of at most {MAX_STOP_CHARS} characters")
-    return tuple(s for s in stops if s)
 
 
 def _logit_bias(value: Any, path: str) -> tuple[tuple[int, float], ...]:
@@ -128,7 +116,7 @@ FIELDS: dict[str, Field] = {
     ),
     "stop": Field(
         Verdict.OBEYED,
-        _stop,
+        stop_strings,
         f"string or array of at most {MAX_STOPS}; matched in the answer, not in the reasoning; an "
         "empty string stops nothing",
     ),

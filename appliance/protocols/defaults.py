@@ -49,10 +49,12 @@ class SamplingOverrides:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDefaults:
-    """The server's answer to what a request leaves open. effort None = the template's default."""
+    """The server's answer to what a request leaves open. effort None = the template's default.
+    canonical_headers: whether a line that clients change per request is left out of the prompt."""
 
     max_tokens: int = DEFAULT_MAX_TOKENS
     thinking: bool = True
     effort: str | None = None
     preserve_thinking: bool = True
+    canonical_headers: bool = True
     sampling: SamplingOverrides = field(default_factory=SamplingOverrides)

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_TOKENS = (1 << 31) - 1
 MAX_SEED = (1 << 64) - 1
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
 
 
 class Verdict(StrEnum):
@@ -96,6 +98,18 @@ def template_kwargs(value: Any, path: str) -> dict[str, Any]:
                 code="chat_template_option_not_supported",
             )
     return {k: TEMPLATE_KWARGS[k](v, f"{path}.{k}") for k, v in found.items() if v is not None}
+
+
+def stop_strings(value: Any, path: str) -> tuple[str, ...]:
+    """Stop strings in declaration order; an empty one stops nothing and is dropped."""
+    entries = [value] if isinstance(value, str) else checks.array(value, path)
+    if len(entries) > MAX_STOPS:
+        raise checks.wrong(path, value, f"at most {MAX_STOPS} stop strings")
+    stops = [checks.string(s, f"{path}.{i}") for i, s in enumerate(entries)]
+    for text in stops:
+        if len(text) > MAX_STOP_CHARS:
+            raise checks.wrong(path, text, f"stop strings of at most {MAX_STOP_CHARS} characters")
+    return tuple(s for s in stops if s)
 
 
 def cache_options(value: Any, path: str) -> None:
