@@ -219,7 +219,9 @@ def _product(rows, vectors, load=_load):
 
 _block_4x2, _block_2x4, _block_1x8 = _product(4, 2), _product(2, 4), _product(1, 8)
 _block_1x2 = _product(1, 2)
-_bf16_1x4, _bf16_2x4, _bf16_3x4, _bf16_4x4 = (_product(m, 4, _load_bf16) for m in (1, 2, 3, 4))
+_bf16_1x4, _bf16_2x4, _bf16_3x4, _bf16_4x4, _bf16_6x4 = (
+    _product(m, 4, _load_bf16) for m in (1, 2, 3, 4, 6)
+)
 
 
 @intrinsic
@@ -283,19 +285,24 @@ def multiply_add(c, co, ldc, a, ao, row_step, depth_step, b, bo, ldb, M, N, K):
 
 @device
 def multiply_add_bf16(c, co, ldc, a, ao, row_step, b, ldb, M, N, K):
-    """`multiply_add` with B in BF16 (uint16, from its first element) and closed rows of A."""
+    """`multiply_add` with B in BF16 (uint16, from its first element) and closed rows of A: B is
+    converted in registers, for up to six rows at once, which costs less than an unpacked copy."""
     keep_apart()
     whole = N // 64 * 64
     for j in range(0, whole, 64):
-        for i in range(0, M, 4):
+        for i in range(0, M, 6):
             at, ai, m = co + i * ldc + j, ao + i * row_step, M - i
+            if m >= 6:
+                _bf16_6x4(c, at, ldc, a, ai, row_step, 1, b, j, ldb, K)
+                continue
             if m >= 4:
                 _bf16_4x4(c, at, ldc, a, ai, row_step, 1, b, j, ldb, K)
-            elif m == 3:
+                at, ai, m = at + 4 * ldc, ai + 4 * row_step, m - 4
+            if m == 3:
                 _bf16_3x4(c, at, ldc, a, ai, row_step, 1, b, j, ldb, K)
             elif m == 2:
                 _bf16_2x4(c, at, ldc, a, ai, row_step, 1, b, j, ldb, K)
-            else:
+            elif m == 1:
                 _bf16_1x4(c, at, ldc, a, ai, row_step, 1, b, j, ldb, K)
     for i in range(M):
         for k in range(K):

@@ -12,6 +12,7 @@ from ginfer.batch import Phase
 from ginfer.cpu import attention, gdn, linear, norm, rope, sampling
 from ginfer.cpu.backend import CpuBackend
 from ginfer.engine.memory import page_nbytes, slot_nbytes
+from ginfer.engine.work_items import work_items
 from ginfer.errors import ArtifactError, ConfigError
 from ginfer.models.qwen import forward
 from ginfer.spec import LayerKind
@@ -213,6 +214,28 @@ def test_long_histories_decode_in_waves_with_the_same_bits(tensors) -> None:
             rig.run(PREFILL, [Part(ids[t : t + 192], t, pages)])
         results.append(logprobs(rig.run(DECODE, [Part(ids[576:], 576, pages)], range(24))))
     np.testing.assert_array_equal(*results)
+
+
+def test_rows_over_one_prefix_decode_with_the_bits_of_each_alone(rig) -> None:
+    ids, prefix = MODEL.prompt(600), list(range(9))
+    parts = [Part(ids[576 + i : 578 + i], 576, [*prefix, 9 + i], i) for i in range(4)]
+    results = []
+    for together in (True, False):
+        rig.backend.clear_slot(0)
+        for t in range(0, 576, 192):
+            rig.run(PREFILL, [Part(ids[t : t + 192], t, prefix)])
+        rig.backend.copy_slots([(i, 0) for i in range(1, 4)])
+        got = []
+        for group in [parts] if together else [[p] for p in parts]:
+            batch = batch_of(DECODE, group, greedy(range(2 * len(group)), num_top=50))
+            items = work_items(batch.page_table, batch.starts, batch.row_indptr)
+            assert items.num_items == (5 if together else 1)
+            got.append(forward(SPEC, rig.backend, replace(batch, items=items)))
+        results.append(
+            [np.concatenate([getattr(s, f) for s in got]) for f in ("top_ids", "top_logprobs")]
+        )
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    np.testing.assert_array_equal(results[0][1], results[1][1])
 
 
 def test_missing_and_misshapen_tensors_are_named_together(tensors) -> None:
