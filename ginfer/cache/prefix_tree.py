@@ -36,7 +36,7 @@ class PrefixTree:
         best: Snapshot | None = None
         for at, node in sorted(equal, key=itemgetter(0), reverse=True):
             end = at // TOKEN_NBYTES
-            if best is not None and end + PAGE_TOKENS <= best.num_tokens:
+            if best is not None and end < best.node.end:
                 break
             found = deepest(node, data, at, limit - end)
             if found is not None and (best is None or _rank(found) > _rank(best)):

@@ -26,17 +26,17 @@ def random_walk(world: World, num_steps: int) -> None:
     for step in range(num_steps):
         dice = rng.random()
         if not world.runs or (dice < 0.2 and len(world.runs) < 5):
-            run = world.admit(talk.prompt(), rng.choice((1, 10, 70, 200)))
+            prompt, answer = talk.next()
+            run = world.admit(prompt, min(len(answer), rng.choice((1, 10, 70, 200))))
             if run is not None:
-                turns_of[run], answers[run] = talk.last, rng.choice(talk.answers)
+                turns_of[run], answers[run] = talk.last, answer
                 continue
         if world.runs:
             run = rng.choice(world.runs)
             done = run.n == run.stop - 1
             if done or dice > 0.97:
                 if run.n > run.num_prompt:
-                    answer = run.history.ids[run.num_prompt : run.n]
-                    talk.answered(turns_of[run], answer)
+                    talk.answered(turns_of[run], run, answers[run])
                 world.release(run, sound=done or dice < 0.995)
                 del turns_of[run], answers[run]
             elif run.n < run.num_prompt:
@@ -60,4 +60,5 @@ def test_random_walk(name, park, monkeypatch):
     monkeypatch.setattr(snapshot, "INTERVAL_TOKENS", 256)
     world = World(geometry(name, park=park), seed=1)
     random_walk(world, 50_000 // 6)
-    print(world.cache.gauges(), f"{world.reused / world.admitted:.2f}")
+    assert world.cache.gauges()["evicted_snapshots"] > 100
+    assert world.reused > 0.05 * world.admitted

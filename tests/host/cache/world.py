@@ -269,10 +269,23 @@ class Conversations:
         self.systems = [draw(n) for n in (64, 150, 20)]
         self.turns = [draw(rng.choice((3, 20, 59, 64, 100, 200))) for _ in range(6)]
         self.answers = [draw(300) for _ in range(3)]
+        self.unfinished: list[tuple[list[np.ndarray], np.ndarray, np.ndarray]] = []
         self.live = [[system] for system in self.systems for _ in range(2)]
 
-    def prompt(self) -> PreparedPrompt:
-        """The next turn of a conversation, a retry, an edit, or a new one."""
+    def next(self) -> tuple[PreparedPrompt, np.ndarray]:
+        """The next turn of a conversation, a retry, an edit, or a new one; and what the model will
+        say. Now and then a client sends an unfinished answer back to have it continued."""
+        if self.unfinished and self.random.random() < 0.5:
+            turns, said, rest = self.unfinished.pop()
+            count = self.random.choice((0, 1, 30, 64))
+            self.last, ids, answer = turns, np.concatenate((said, rest[:count])), rest[count:]
+        else:
+            self.last = turns = self._turns()
+            ids, answer = np.concatenate((*turns, HEADER)), self.answers[len(turns) % 3]
+        starts = tuple(accumulate(len(turn) for turn in turns))
+        return PreparedPrompt(token_ids=ids, turn_starts=starts), answer
+
+    def _turns(self) -> list[np.ndarray]:
         turns, dice = self.random.choice(self.live), self.random.random()
         if dice < 0.1 or len(turns) > self._longest:
             del turns[1:]
@@ -282,13 +295,16 @@ class Conversations:
             turns[self.random.randrange(1, len(turns))] = self.random.choice(self.turns)
         if dice < 0.85:
             turns.append(self.random.choice(self.turns))
-        self.last = turns
-        starts = tuple(accumulate(len(turn) for turn in turns))
-        ids = np.concatenate((*turns, HEADER))
-        return PreparedPrompt(token_ids=ids, turn_starts=starts)
+        return turns
 
-    def answered(self, turns: list[np.ndarray], answer: np.ndarray) -> None:
-        """The assistant's turn joins the history, now and then without its reasoning."""
+    def answered(self, turns: list[np.ndarray], run: Run, answer: np.ndarray) -> None:
+        """The assistant's turn joins the history, now and then without its reasoning, or the client
+        will have the rest of `answer` as well."""
+        count = run.n - run.num_prompt
+        if self.random.random() < 0.2 and len(answer) > count + 70:
+            self.unfinished.append((turns, run.history.ids[: run.n], answer[count:]))
+            return
+        answer = answer[:count]
         if self.random.random() < 0.2:
             answer = answer[len(answer) // 2 :]
         if len(answer):
