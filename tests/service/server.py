@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+import anthropic
 import openai
 import orjson
 
@@ -69,6 +70,16 @@ class Server:
         """The official asynchronous client, without its own retries."""
         defaults: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **defaults | options)
+
+    def anthropic(self, **options: Any) -> anthropic.Anthropic:
+        """The official client of Anthropic's protocol, without its own retries."""
+        defaults: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
+        return anthropic.Anthropic(base_url=self.url, **defaults | options)
+
+    def anthropic_async(self, **options: Any) -> anthropic.AsyncAnthropic:
+        """The official asynchronous client of Anthropic's protocol, without its own retries."""
+        defaults: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 60}
+        return anthropic.AsyncAnthropic(base_url=self.url, **defaults | options)
 
     def connect(self) -> socket.socket:
         """A bare connection."""
