@@ -1,6 +1,7 @@
 """Every request field of Responses is obeyed, refused by name, or reported as advisory."""
 
 import typing
+from pathlib import Path
 
 import pytest
 from openai.types.responses import Response
@@ -327,3 +328,11 @@ def test_the_body_must_be_an_object():
     with pytest.raises(RequestError) as caught:
         parse_request([body()], defaults=DEFAULTS, memory=memory())
     assert caught.value.param == "body"
+
+
+def test_docs_list_the_fields_with_their_verdicts():
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    section = page.split("\n## Responses: request\n")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    listed = {cells[0].strip("| `"): (cells[1], cells[2].removesuffix(" |")) for cells in rows}
+    assert listed == {name: (f.verdict.value, f.note) for name, f in FIELDS.items()}
