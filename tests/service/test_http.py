@@ -245,6 +245,9 @@ def test_keys_are_demanded_everywhere_but_for_probes(guarded: Server) -> None:
     ):
         assert guarded.request("GET", "/v1/models", headers=headers)[0] == 200
     assert guarded.post(ask("Hello!"))[0] == 401
+    status, headers, body = guarded.request("POST", "/v1/messages", b"{}")
+    assert (status, headers["www-authenticate"]) == (401, "Bearer")
+    assert orjson.loads(body)["error"]["type"] == "authentication_error"
 
 
 def test_cors_answers_preflights_without_a_key(guarded: Server) -> None:
