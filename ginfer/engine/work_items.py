@@ -44,14 +44,17 @@ def _neighbours(page_table: I32, whole: list[int]) -> tuple[list[int], list[int]
     """(rows sorted by the pages of their complete blocks, blocks each shares with the next)."""
     if len(whole) == 1:
         return [0], []
-    pages = [page_table[b, : n * _BLOCK_PAGES] for b, n in enumerate(whole)]
-    order = sorted(range(len(pages)), key=lambda b: pages[b].tobytes())
+    keys = [page_table[b, : n * _BLOCK_PAGES].tobytes() for b, n in enumerate(whole)]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    heads = page_table[:, 0].tolist()
     common = []
     for a, b in pairwise(order):
-        n = min(pages[a].size, pages[b].size)
-        differ = pages[a][:n] != pages[b][:n]
-        at = int(differ.argmax()) if n else 0
-        common.append((at if n and differ[at] else n) // _BLOCK_PAGES)
+        n = min(whole[a], whole[b]) * _BLOCK_PAGES if heads[a] == heads[b] else 0
+        if n:
+            differ = page_table[a, :n] != page_table[b, :n]
+            at = int(differ.argmax())
+            n = at if differ[at] else n
+        common.append(n // _BLOCK_PAGES)
     return order, common
 
 
