@@ -19,18 +19,14 @@ from appliance.protocols.responses.request import (
 )
 from appliance.protocols.responses.response import Head, ResponsesCollector, ResponsesWriter, new_id
 from appliance.routes.body import read_body
-from appliance.routes.generation import (
-    Dialect,
-    Exchange,
-    answer,
-    check_model,
-    engine_request,
-)
+from appliance.routes.generation import Dialect, Exchange, answer, check_model, engine_request
+from ginfer.errors import RequestError
 
 if TYPE_CHECKING:
     from appliance.context import ServerContext
     from appliance.http_request import HttpRequest
     from appliance.response_store import StoredResponse
+    from ginfer.engine.request import Request as EngineRequest
 
 blueprint = Blueprint("responses")
 
@@ -39,7 +35,7 @@ def open_response(context: ServerContext, body: bytes) -> Exchange:
     """Check, render and tokenise. Raises RequestError, or HttpError for another model."""
     wanted = _parse(context, checks.decoded(body))
     response_id = new_id()
-    request = engine_request(context, wanted, response_id)
+    request = _engine_request(context, wanted, response_id)
     head = Head(
         model=context.model_id,
         created=int(time.time()),
@@ -113,6 +109,18 @@ async def compact(request: HttpRequest) -> NoReturn:
     """Refused."""
     why = "conversations are not compacted; send a shorter one"
     raise checks.refused("input", why, code="compaction_not_supported")
+
+
+def _engine_request(
+    context: ServerContext, wanted: ResponsesRequest, response_id: str
+) -> EngineRequest:
+    """The engine's request. What is wrong with the messages is wrong with the input here."""
+    try:
+        return engine_request(context, wanted, response_id)
+    except RequestError as error:
+        if error.param is None or error.param.startswith("messages"):
+            error.param = "input"
+        raise
 
 
 def _parse(context: ServerContext, body: Any) -> ResponsesRequest:

@@ -307,6 +307,8 @@ def test_errors_arrive_as_the_clients_own(client: openai.OpenAI, server: Server)
         with pytest.raises(kind) as caught:
             client.responses.create(**{"input": "Hello!", "model": MODEL, **fields})
         assert caught.value.code == code
+        if code == "context_length_exceeded":
+            assert caught.value.param == "input"
     stored = client.responses.create(input="Hello!", **GREEDY)
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.cancel(stored.id)
