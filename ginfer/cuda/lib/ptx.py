@@ -182,3 +182,32 @@ st_release_u32 = ptx_op("st.release.gpu.global.u32 [$0], $1;", "", "lr")
 ld_acquire_u32 = ptx_op("ld.acquire.gpu.global.u32 $0, [$1];", "r", "l")
 st_release_system_u32 = ptx_op("st.release.sys.global.u32 [$0], $1;", "", "lr")
 ld_acquire_system_u32 = ptx_op("ld.acquire.sys.global.u32 $0, [$1];", "r", "l")
+
+# Exchange between the lanes of a warp; all 32 take part.
+shfl_xor_f32 = ptx_op("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "f", "fr")
+shfl_xor_u32 = ptx_op("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "r", "rr")
+ldmatrix_x4_trans = ptx_op(
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", "rrrr", "r"
+)
+
+# 64-bit words, and sums and maxima whose order does not matter.
+ld_global_u64 = ptx_op("ld.global.u64 $0, [$1];", "l", "l")
+st_global_u64 = ptx_op("st.global.u64 [$0], $1;", "", "ll")
+ld_shared_u64 = ptx_op("ld.shared.u64 $0, [$1];", "l", "r")
+st_shared_u64 = ptx_op("st.shared.u64 [$0], $1;", "", "rl")
+mul_high_u64 = ptx_op("mul.hi.u64 $0, $1, $2;", "l", "ll", effects=False)
+red_global_add_u32 = ptx_op("red.global.add.u32 [$0], $1;", "", "lr")
+red_global_max_u32 = ptx_op("red.global.max.u32 [$0], $1;", "", "lr")
+red_global_add_u64 = ptx_op("red.global.add.u64 [$0], $1;", "", "ll")
+red_shared_add_u32 = ptx_op("red.shared.add.u32 [$0], $1;", "", "rr")
+red_shared_max_u32 = ptx_op("red.shared.max.u32 [$0], $1;", "", "rr")
+red_shared_min_u32 = ptx_op("red.shared.min.u32 [$0], $1;", "", "rr")
+red_shared_add_u64 = ptx_op("red.shared.add.u64 [$0], $1;", "", "rl")
+atom_shared_add_u32 = ptx_op("atom.shared.add.u32 $0, [$1], $2;", "r", "rr")
+
+# Arithmetic that no option of the compiler contracts or approximates.
+add_rn_f32 = ptx_op("add.rn.f32 $0, $1, $2;", "f", "ff", effects=False)
+mul_rn_f32 = ptx_op("mul.rn.f32 $0, $1, $2;", "f", "ff", effects=False)
+div_rn_f32 = ptx_op("div.rn.f32 $0, $1, $2;", "f", "ff", effects=False)
+rsqrt_approx = ptx_op("rsqrt.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
+log2_approx = ptx_op("lg2.approx.ftz.f32 $0, $1;", "f", "f", effects=False)

@@ -1,0 +1,1 @@
+"""Gated attention over pages: append, decode and prefill kernels, merge of partials."""

@@ -1,0 +1,1 @@
+"""Gated DeltaNet: convolution, recurrent step (decode family), chunks (prefill family)."""

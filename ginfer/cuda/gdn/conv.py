@@ -1,0 +1,139 @@
+"""Causal convolution with SiLU over the raw inputs of a GDN layer, and its history.
+
+y[t, x] = silu(sum_k taps[k, x] * m[t - taps + 1 + k, x]) in FP32, rounded to BF16; before a row's
+first column stands its history, the last taps - 1 raw columns, BF16 as they were. A thread owns two
+channels of a piece of a row's columns. Pieces of a prefill begin at multiples of 64 columns; the
+history moves on in a launch of its own there, because a slot may be read and written.
+
+Legend: T columns, B rows, X channels, W columns of `mix` (X + those of z). Oracle:
+tests.oracles.gdn.causal_conv.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from numba import cuda, float32, int64, uint32
+
+from ginfer.cuda.lib.numeric import follow, high_f32, low_f32, pack_bf16, row_of_32, silu
+from ginfer.cuda.lib.ptx import div_u32, fma_f32, ld_global_f32, ld_global_u32, st_global_u32
+from ginfer.cuda.runtime.jit import Build, kernel
+from ginfer.cuda.runtime.queue import starts_early
+from ginfer.sizes import div_ceil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ginfer.cuda.runtime.jit import Kernel
+    from ginfer.cuda.runtime.queue import Queue
+
+TAPS = 4
+THREADS = 128
+PIECE = 64  # columns
+
+
+@kernel(*(int64,) * 7, *(uint32,) * 6)
+def conv_kernel(early: int):  # type: ignore[no-untyped-def]
+    """Arguments y, mix, taps, history, indptr, state_in, state_out, X, W, B, piece, pieces, blocks.
+
+    y: [T][X] BF16, or 0: only the history moves on. history: [slots][taps - 1][X] BF16 of the
+    layer. A row has `pieces` pieces of `piece` columns and `blocks` blocks of channels per piece;
+    with one piece per row the history moves on in the same launch.
+    """
+    start = follow(early)
+
+    @cuda.jit(device=True, inline="always")
+    def raw(mix, old, t, first, X, W, c):
+        """The channel pair of a column, which may lie in the history."""
+        at = mix + (int64(t) * int64(W) + int64(c)) * 2
+        if t < first:
+            at = old + (int64(t - first + int64(TAPS - 1)) * int64(X) + int64(c)) * 2
+        return ld_global_u32(at)
+
+    @cuda.jit(fastmath=True, launch_bounds=THREADS)
+    def conv(y, mix, taps, history, indptr, state_in, state_out, X, W, B, piece, pieces, blocks):
+        w = cuda.local.array(8, float32)
+        start()
+        unit = div_u32(uint32(cuda.blockIdx.x), blocks)
+        block = uint32(uint32(cuda.blockIdx.x) - unit * blocks)
+        row = div_u32(unit, pieces)
+        c = uint32((block * uint32(THREADS) + uint32(cuda.threadIdx.x)) * uint32(2))
+        first = int64(ld_global_u32(row_of_32(indptr, row)))
+        end = int64(ld_global_u32(row_of_32(indptr, uint32(row + uint32(1)))))
+        t = first + int64(unit - row * pieces) * int64(piece)
+        stop = min(t + int64(piece), end)
+        if c < X and t < end:
+            slot_nbytes = int64(X) * (2 * TAPS - 2)
+            old = history + int64(ld_global_u32(row_of_32(state_in, row))) * slot_nbytes
+            new = history + int64(ld_global_u32(row_of_32(state_out, row))) * slot_nbytes
+            a = raw(mix, old, t - 3, first, X, W, c)
+            b = raw(mix, old, t - 2, first, X, W, c)
+            d = raw(mix, old, t - 1, first, X, W, c)
+            if y != 0:
+                for k in range(TAPS):
+                    at = taps + (int64(k) * int64(X) + int64(c)) * 4
+                    w[2 * k], w[2 * k + 1] = ld_global_f32(at), ld_global_f32(at + 4)
+                while t < stop:
+                    e = ld_global_u32(mix + (t * int64(W) + int64(c)) * 2)
+                    low = fma_f32(w[2], low_f32(b), w[0] * low_f32(a))
+                    low = fma_f32(w[6], low_f32(e), fma_f32(w[4], low_f32(d), low))
+                    high = fma_f32(w[3], high_f32(b), w[1] * high_f32(a))
+                    high = fma_f32(w[7], high_f32(e), fma_f32(w[5], high_f32(d), high))
+                    to = y + (t * int64(X) + int64(c)) * 2
+                    st_global_u32(to, pack_bf16(silu(low), silu(high)))
+                    a, b, d = b, d, e
+                    t += 1
+            else:
+                a = raw(mix, old, end - 3, first, X, W, c)
+                b = raw(mix, old, end - 2, first, X, W, c)
+                d = raw(mix, old, end - 1, first, X, W, c)
+            if pieces == uint32(1):
+                st_global_u32(new + int64(c) * 2, a)
+                st_global_u32(new + (int64(X) + int64(c)) * 2, b)
+                st_global_u32(new + (int64(X) * 2 + int64(c)) * 2, d)
+
+    return Build(conv, THREADS)
+
+
+def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
+    """One kernel."""
+    yield conv_kernel(starts_early(capability))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Device addresses of indptr [B + 1] and slots read and written [B], all u32; B; the most
+    columns of a row."""
+
+    indptr: int
+    state_in: int
+    state_out: int
+    B: int
+    longest: int
+
+
+@dataclass(frozen=True)
+class Channels:
+    """X channels of the convolution, W columns of `mix`; addresses of taps [taps][X] FP32 and of
+    the layer's history [slots][taps - 1][X] BF16."""
+
+    X: int
+    W: int
+    taps: int
+    history: int
+
+
+def conv(queue: Queue, y: int, mix: int, *, rows: Rows, channels: Channels) -> None:
+    """y [T, X] BF16 = convolution of mix [T, W] BF16; the history moves from slot state_in to
+    state_out."""
+    blocks = div_ceil(channels.X, 2 * THREADS)
+    pieces = div_ceil(rows.longest, PIECE)
+    tables = (rows.indptr, rows.state_in, rows.state_out)
+    addresses = (mix, channels.taps, channels.history, *tables)
+    item, sizes = conv_kernel(queue.early), (channels.X, channels.W, rows.B)
+    grid = (rows.B * pieces * blocks,)
+    queue.launch(item, grid, y, *addresses, *sizes, PIECE, pieces, blocks)
+    if pieces > 1:
+        grid = (rows.B * blocks,)
+        queue.launch(item, grid, 0, *addresses, *sizes, PIECE, 1, blocks)

@@ -1,0 +1,56 @@
+"""Order of activations: row-major, or the fragment order that the decode linear kernels read.
+
+Fragment order keeps the first 64 tokens in tiles of 8, NT of them beside each other, and the others
+behind them; see `ginfer.cuda.linear.decode`. Padding of tokens may hold anything finite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda, int64, uint32
+
+from ginfer.cuda.lib.ptx import st_global_u32
+
+GROUP = 64  # tokens of a launch
+
+
+def fragment_offset(t: Any, k: Any, num_col_tiles: Any) -> Any:
+    """Byte offset of element (token t of a group, column k)."""
+    tile, step, col = k >> 6, (k >> 4) & 3, k & 15
+    lane = (t & 7) * 4 + ((col & 7) >> 1)
+    word = (step & 1) * 2 + (col >> 3)
+    block = (tile * num_col_tiles + (t >> 3)) * 2 + (step >> 1)
+    return block * 512 + lane * 16 + word * 4 + (col & 1) * 2
+
+
+_offset = cuda.jit(device=True, inline="always")(fragment_offset)
+
+
+def column_tiles(T: int) -> int:
+    """NT of T <= 64 tokens: the least width of the decode kernels that holds them."""
+    return next(n for n in (1, 2, 4, 8) if n * 8 >= T)
+
+
+def tiles_of(T: int) -> tuple[int, int]:
+    """NT of the first 64 of T tokens, and of those behind them: scalars of the kernels."""
+    return column_tiles(min(T, GROUP)), column_tiles(max(T - GROUP, 1))
+
+
+def pair_store(fragments: int) -> Any:
+    """Device function store(y, t, k, K, first, rest, pair): a BF16 pair to columns k and k + 1 (k
+    even) of token t of activations [T, K]; first, rest: `tiles_of(T)`, unused when row-major."""
+
+    @cuda.jit(device=True, inline="always")
+    def store_fragment(y, t, k, K, first, rest, pair):
+        if t < uint32(GROUP):
+            st_global_u32(y + int64(_offset(t, k, first)), pair)
+        else:
+            behind = y + int64(K) * (2 * GROUP)
+            st_global_u32(behind + int64(_offset(uint32(t - uint32(GROUP)), k, rest)), pair)
+
+    @cuda.jit(device=True, inline="always")
+    def store_row(y, t, k, K, first, rest, pair):
+        st_global_u32(y + (int64(t) * int64(K) + int64(k)) * 2, pair)
+
+    return store_fragment if fragments else store_row

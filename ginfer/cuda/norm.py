@@ -1,0 +1,96 @@
+"""RMS norm of rows: y[t, c] = x[columns[t], c] * w[c] / sqrt(mean_c(x^2) + eps), BF16 to BF16.
+
+w is the factor itself in FP32 (1 + weight for the norms of the residual stream). Sums are FP32, in
+one order for every T. Legend: T tokens, C columns, a multiple of 8. Oracle: tests.oracles.norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from numba import cuda, float32, int64, uint32
+
+from ginfer.cuda.lib.fragment import pair_store, tiles_of
+from ginfer.cuda.lib.numeric import block_sum, follow, load_bf16x8, pack_bf16, row_of_32
+from ginfer.cuda.lib.ptx import (
+    fma_f32,
+    ld_global_f32x4,
+    ld_global_u32,
+    rsqrt_approx,
+    shared_address,
+)
+from ginfer.cuda.runtime.jit import Build, kernel
+from ginfer.cuda.runtime.queue import starts_early
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ginfer.cuda.runtime.jit import Kernel
+    from ginfer.cuda.runtime.queue import Queue
+
+THREADS = 256
+
+
+@kernel(*(int64,) * 4, *(uint32,) * 3, float32)
+def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
+    """Arguments y, x, w, columns (0: t itself), C, first, rest, eps. A block takes one row."""
+    start, store = follow(early), pair_store(fragments)
+    warps = THREADS // 32
+
+    @cuda.jit(fastmath=True, launch_bounds=THREADS)
+    def rms_norm(y, x, w, columns, C, first, rest, eps):
+        words = shared_address(cuda.shared.array(warps, float32))
+        v, f = cuda.local.array(8, float32), cuda.local.array(8, float32)
+        start()
+        token, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        source = token
+        if columns != 0:
+            source = uint32(ld_global_u32(row_of_32(columns, token)))
+        row = x + int64(source) * int64(C) * 2
+        total = float32(0.0)
+        c = uint32(thread * uint32(8))
+        while c < C:
+            load_bf16x8(v, row + int64(c) * 2)
+            for i in range(8):
+                total = fma_f32(v[i], v[i], total)
+            c = uint32(c + uint32(THREADS * 8))
+        inv = rsqrt_approx(block_sum(total, words, warps) / float32(C) + eps)
+        c = uint32(thread * uint32(8))
+        while c < C:
+            load_bf16x8(v, row + int64(c) * 2)
+            for i in range(2):
+                q = ld_global_f32x4(w + (int64(c) + 4 * i) * 4)
+                for j in range(4):
+                    f[4 * i + j] = q[j]
+            for i in range(4):
+                pair = pack_bf16(v[2 * i] * inv * f[2 * i], v[2 * i + 1] * inv * f[2 * i + 1])
+                store(y, token, uint32(c + uint32(2 * i)), C, first, rest, pair)
+            c = uint32(c + uint32(THREADS * 8))
+
+    return Build(rms_norm, THREADS)
+
+
+def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
+    """Row-major results, and fragment order where decode linear kernels read it."""
+    early = starts_early(capability)
+    yield rms_norm_kernel(0, early)
+    if early:
+        yield rms_norm_kernel(1, early)
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """eps; fragments: results in fragment order; columns: address of [T] u32, which row of x each
+    result takes, or 0 for all in turn."""
+
+    eps: float
+    fragments: bool = False
+    columns: int = 0
+
+
+def rms_norm(queue: Queue, y: int, x: int, w: int, *, shape: tuple[int, int], how: RowNorm) -> None:
+    """Norm of T rows. y, x: [T, C] BF16; w: [C] FP32; shape: (T, C)."""
+    T, C = shape
+    item = rms_norm_kernel(how.fragments, queue.early)
+    queue.launch(item, (T,), y, x, w, how.columns, C, *tiles_of(T), how.eps)

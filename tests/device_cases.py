@@ -1,0 +1,334 @@
+"""Checks of device kernels against the float64 oracles, for whatever runs them.
+
+`run(kernel, grid, *arguments)` runs one launch and leaves the results in the arrays; `run.early` is
+the variant that it can launch. Used at small sizes with emulated threads, at full size on a GPU.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ginfer.cpu.rope import frequency_axes, inverse_frequencies
+from ginfer.cuda.attention.append import append_kernel
+from ginfer.cuda.attention.decode import attention_decode_kernel
+from ginfer.cuda.attention.decode_launch import work_items
+from ginfer.cuda.attention.merge import attention_merge_kernel
+from ginfer.cuda.attention.pages import TILE, PageShape
+from ginfer.cuda.attention.prefill import QUERIES, attention_prefill_kernel
+from ginfer.cuda.embedding import embedding_kernel
+from ginfer.cuda.gdn.conv import PIECE, conv_kernel
+from ginfer.cuda.gdn.step import gdn_step_kernel
+from ginfer.cuda.lib.fragment import fragment_offset, tiles_of
+from ginfer.cuda.norm import rms_norm_kernel
+from ginfer.formats import FORMATS, Layout, row_nbytes
+from ginfer.sizes import div_ceil
+from scripts.pack.codecs import bf16_bits, encode
+from tests.oracles import gdn as gdn_oracle
+from tests.oracles.attention import attention
+from tests.oracles.formats import bf16_to_f32, decode
+from tests.oracles.norm import gated_rms_norm, rms_norm, sigmoid
+from tests.oracles.rope import rotate
+from tests.tolerances import ATTENTION_BF16, GDN_OUTPUT, GDN_STATE, POINTWISE_BF16
+
+D, SECTIONS, THETA, EPS = 256, (11, 11, 10), 1e7, 1e-6
+NAN = 0x7FC0
+
+
+def normal(rng, *shape):
+    """BF16 bits and their values."""
+    bits = bf16_bits(rng.standard_normal(shape).astype(np.float32))
+    return bits, bf16_to_f32(bits)
+
+
+def from_fragments(buffer, T, K):
+    """[T, K] of a buffer in fragment order."""
+    first, rest = tiles_of(T)
+    t, k = np.arange(T)[:, None], np.arange(K)[None]
+    at = np.where(t < 64, fragment_offset(t, k, first), 128 * K + fragment_offset(t - 64, k, rest))
+    return buffer[at // 2]
+
+
+def fragment_size(T, K):
+    """Elements of such a buffer."""
+    first, rest = tiles_of(T)
+    return (64 + 8 * rest if T > 64 else 8 * first) * K
+
+
+def check_embedding(run, fmt, C):
+    rng, fmt = np.random.default_rng(C), FORMATS[fmt]
+    values = rng.standard_normal((7, C)).astype(np.float32)
+    payload = np.ascontiguousarray(encode(fmt, Layout.ROWS, values)).view(np.uint8).reshape(-1)
+    want = decode(fmt, Layout.ROWS, (7, C), payload)
+    ids, y = np.array([3, 0, 6], np.uint32), np.full((3, C), NAN, np.uint16)
+    run(embedding_kernel(fmt.name, run.early), 3, y, ids, payload, C, row_nbytes(fmt, C))
+    assert (y == bf16_bits(want[ids].astype(np.float32))).all()
+
+
+def check_rms_norm(run, T, C):
+    rng = np.random.default_rng(T * C)
+    x, values = normal(rng, T + 2, C)
+    w = (1 + 0.2 * rng.standard_normal(C)).astype(np.float32)
+    columns = rng.integers(0, T + 2, T).astype(np.uint32)
+    want = rms_norm(values[columns], w, EPS)
+    y = np.full((T, C), NAN, np.uint16)
+    run(rms_norm_kernel(0, run.early), T, y, x, w, columns, C, 1, 1, EPS)
+    POINTWISE_BF16.check(bf16_to_f32(y), want)
+    if run.early:
+        buffer = np.full(fragment_size(T, C), NAN, np.uint16)
+        run(rms_norm_kernel(1, 1), T, buffer, x, w, columns, C, *tiles_of(T), EPS)
+        assert (from_fragments(buffer, T, C) == y).all()
+
+
+@dataclass
+class Cache:
+    """Rows of K/V in pages, and the columns at their ends, q, k, v and gate drawn at random."""
+
+    H: int
+    G: int
+    kv: np.ndarray
+    shape: PageShape
+    layer: int
+    pages: np.ndarray
+    row: np.ndarray
+    token: np.ndarray
+    qkgv: np.ndarray
+
+    def plane(self, page, value, g):
+        """Indices of a plane of keys or values, [64, D], in elements of `kv`."""
+        token, dim = np.arange(TILE)[:, None], np.arange(D)[None]
+        inside = dim // 64 * 4096 + token * 64 + ((dim % 64 // 8) ^ (token % 8)) * 8 + dim % 8
+        plane = ((self.layer * 2 + value) * self.G + g) * TILE * D
+        return page * (self.shape.page_nbytes // 2) + plane + inside
+
+    def history(self, row, tokens):
+        """(K, V) [tokens, G, D] of a row."""
+        out = np.zeros((2, div_ceil(tokens, TILE) * TILE, self.G, D))
+        for page in range(out.shape[1] // TILE):
+            for value in range(2):
+                for g in range(self.G):
+                    bits = self.kv.reshape(-1)[self.plane(self.pages[row, page], value, g)]
+                    out[value, page * TILE : (page + 1) * TILE, g] = bf16_to_f32(bits)
+        return out[:, :tokens]
+
+    @property
+    def heads(self):
+        """Values of qkgv, [T, 2 (H + G), D]."""
+        return bf16_to_f32(self.qkgv).reshape(len(self.qkgv), -1, D)
+
+    @property
+    def numbers(self):
+        """Scalars of the attention kernels behind G (and M)."""
+        return self.pages.shape[1], self.shape.page_nbytes, self.shape.layer_offset(self.layer)
+
+
+def make_cache(seed, heads, columns, *, shared=0):
+    """columns: (tokens of the row with its last ones, how many of them are columns) per row; the
+    rows share their first `shared` pages. What no token has is NaN."""
+    rng, (H, G) = np.random.default_rng(seed), heads
+    P = max(div_ceil(tokens, TILE) for tokens, _ in columns)
+    L, layer = 2, 1
+    shape = PageShape(L, G, D)
+    order = rng.permutation(len(columns) * P + 3).astype(np.int32)
+    pages = order[: len(columns) * P].reshape(-1, P).copy()
+    pages[:, :shared] = pages[0, :shared]
+    kv = np.full((len(order), shape.page_nbytes // 2), NAN, np.uint16)
+    row = np.repeat(np.arange(len(columns)), [n for _, n in columns]).astype(np.int32)
+    token = np.concatenate([np.arange(end - n, end) for end, n in columns]).astype(np.int32)
+    qkgv, _ = normal(rng, len(row), 2 * (H + G) * D)
+    cache = Cache(H, G, kv, shape, layer, pages, row, token, qkgv)
+    for b, (end, n) in enumerate(columns):
+        for page in range(div_ceil(end - n, TILE)):
+            if b and page < shared:
+                continue
+            count = min(TILE, end - n - page * TILE)
+            for value in range(2):
+                for g in range(G):
+                    at = cache.plane(pages[b, page], value, g)[:count]
+                    kv.reshape(-1)[at] = normal(rng, count, D)[0]
+    return cache
+
+
+def check_append(run, cache, seed=0):
+    """Append the columns of a cache: their K and V lie in its pages afterwards."""
+    rng, H, G = np.random.default_rng(seed), cache.H, cache.G
+    T = len(cache.row)
+    w_q, w_k = (1 + 0.2 * rng.standard_normal((2, D))).astype(np.float32)
+    positions = np.stack([cache.token, cache.token + 3, cache.token * 2]).astype(np.int32)
+    angles = np.outer(inverse_frequencies(THETA, 32).astype(np.float64), np.ones(T))
+    angles = (angles * positions[frequency_axes(SECTIONS)]).T
+    rope = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32, order="C")
+    before, blocks = cache.heads, div_ceil(H + G, 4)
+    run(
+        append_kernel(32, run.early),
+        T * blocks,
+        *(cache.qkgv, cache.kv, w_q, w_k, cache.row, cache.token, cache.pages, rope),
+        *(H, G, *cache.numbers, blocks, EPS),
+    )
+    for first, last, w in ((0, H, w_q), (H, H + G, w_k)):
+        x = before[:, first:last]
+        normed = rms_norm(x.reshape(-1, D), w, EPS).reshape(x.shape)
+        want = rotate(normed, positions, THETA, SECTIONS)
+        if first == 0:
+            POINTWISE_BF16.check(cache.heads[:, :H], want, "q")
+            continue
+        for t in range(T):
+            k, v = cache.history(cache.row[t], cache.token[t] + 1)[:, -1]
+            POINTWISE_BF16.check(k, want[t], "k")
+            assert (v == before[t, 2 * H + G :]).all()
+    assert (cache.heads[:, H:] == before[:, H:]).all()
+
+
+def gated_attention(cache, t):
+    """The oracle of column t, [H D]."""
+    H, G, seen = cache.H, cache.G, cache.token[t] + 1
+    k, v = cache.history(cache.row[t], seen)
+    out = attention(cache.heads[t : t + 1, :H], k, v, seen - 1, D**-0.5)[0]
+    return (out * sigmoid(cache.heads[t, H + G : 2 * H + G])).reshape(-1)
+
+
+def attention_decode(run, cache, *, tiles, group, grid):
+    """Result bits [T, H D] of the decode kernels."""
+    T, H, G = len(cache.row), cache.H, cache.G
+    w = work_items(cache.row, cache.token, cache.pages, group=group)
+    items = np.concatenate([[len(w.items)], w.items.reshape(-1)]).astype(np.int32)
+    partials = np.full((w.first[-1], H, D), np.nan, np.float32)
+    stats = np.full((w.first[-1], H, 2), np.nan, np.float32)
+    run(
+        attention_decode_kernel(tiles, run.early),
+        grid,
+        *(partials, stats, cache.qkgv, cache.kv, items, w.lists, w.first),
+        *(cache.row, cache.token, cache.pages, H, G, H // G, *cache.numbers, D**-0.5),
+    )
+    out = np.full((T, H * D), NAN, np.uint16)
+    tail = (partials, stats, cache.qkgv, w.first, cache.token, H, G)
+    run(attention_merge_kernel(0, run.early), T * H, out, *tail, *tiles_of(T))
+    if run.early:
+        buffer = np.full(fragment_size(T, H * D), NAN, np.uint16)
+        run(attention_merge_kernel(1, 1), T * H, buffer, *tail, *tiles_of(T))
+        assert (from_fragments(buffer, T, H * D) == out).all()
+    return out
+
+
+def check_attention(cache, out):
+    """Results [T, H D] against the oracle."""
+    want = np.stack([gated_attention(cache, t) for t in range(len(cache.row))])
+    ATTENTION_BF16.check(bf16_to_f32(out), want)
+
+
+def attention_prefill(run, cache, *, stages):
+    """Result bits [T, H D] of the prefill kernel."""
+    items = [
+        (t, min(QUERIES, stop - t))
+        for start, stop in _spans(cache.row)
+        for t in range(start, stop, QUERIES)
+    ]
+    out = np.full((len(cache.row), cache.H * D), NAN, np.uint16)
+    run(
+        attention_prefill_kernel(stages, run.early),
+        len(items) * cache.H,
+        *(out, cache.qkgv, cache.kv, np.array(items, np.int32), cache.row, cache.token),
+        *(cache.pages, cache.H, cache.G, *cache.numbers, D**-0.5),
+    )
+    return out
+
+
+def _spans(row):
+    ends = np.flatnonzero(np.diff(row, append=-1)) + 1
+    return list(zip([0, *ends[:-1].tolist()], ends.tolist()))
+
+
+@dataclass
+class Gdn:
+    """Inputs and slots of a GDN layer; row b reads slot `state_in[b]` and writes `state_out[b]`."""
+
+    HK: int
+    HV: int
+    mix: np.ndarray
+    ab: np.ndarray
+    taps: np.ndarray
+    a_log: np.ndarray
+    dt_bias: np.ndarray
+    w: np.ndarray
+    history: np.ndarray
+    state: np.ndarray
+    indptr: np.ndarray
+    state_in: np.ndarray
+    state_out: np.ndarray
+
+    @property
+    def X(self):
+        return (2 * self.HK + self.HV) * 128
+
+    @property
+    def gates(self):
+        return np.stack([-np.exp(self.a_log), self.dt_bias]).astype(np.float32)
+
+    def rows(self):
+        """(first column, end, slot read, slot written) per row."""
+        return list(zip(self.indptr[:-1], self.indptr[1:], self.state_in, self.state_out))
+
+
+def make_gdn(seed, heads, lengths, slots):
+    """lengths: columns per row; slots: (read, written) per row."""
+    rng, (HK, HV) = np.random.default_rng(seed), heads
+    X, T = (2 * HK + HV) * 128, sum(lengths)
+    num_slots = 1 + max(max(pair) for pair in slots)
+    f32 = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    state_in, state_out = np.array(slots, np.int32).T
+    return Gdn(
+        *(HK, HV, normal(rng, T, X + HV * 128)[0], f32(T, 2 * HV), 0.5 * f32(4, X)),
+        *(f32(HV), f32(HV), (1 + 0.1 * f32(128)).astype(np.float32)),
+        *(normal(rng, num_slots, 3, X)[0], f32(num_slots, HV, 128, 128)),
+        np.cumsum([0, *lengths]).astype(np.int32),
+        *(state_in.copy(), state_out.copy()),
+    )
+
+
+def check_conv(run, it):
+    """Convolve; returns the result bits [T, X]."""
+    X, W, T = it.X, it.mix.shape[1], len(it.mix)
+    blocks, pieces = div_ceil(X, 256), div_ceil(int(np.diff(it.indptr).max()), PIECE)
+    y, before = np.full((T, X), NAN, np.uint16), bf16_to_f32(it.history)
+    tables = (it.mix, it.taps, it.history, it.indptr, it.state_in, it.state_out)
+    B = len(it.state_in)
+    item, sizes = conv_kernel(run.early), (X, W, B, PIECE)
+    run(item, B * pieces * blocks, y, *tables, *sizes, pieces, blocks)
+    if pieces > 1:
+        run(item, B * blocks, 0, *tables, *sizes, 1, blocks)
+    m = bf16_to_f32(it.mix)[:, :X]
+    for first, end, read, written in it.rows():
+        want = gdn_oracle.causal_conv(m[first:end], it.taps, before[read])
+        POINTWISE_BF16.check(bf16_to_f32(y[first:end]), want)
+        kept = np.concatenate([before[read], m[first:end]])[-3:]
+        assert (bf16_to_f32(it.history[written]) == kept).all()
+    return y
+
+
+def gdn_step(run, it, convolved):
+    """Result bits [T, HV V] of the step kernel; the slots move on."""
+    HV, T = it.HV, len(it.mix)
+    out = np.full((T, HV * 128), NAN, np.uint16)
+    buffer = np.full(fragment_size(T, HV * 128), NAN, np.uint16) if run.early else out
+    run(
+        gdn_step_kernel(run.early, run.early),
+        len(it.state_in) * HV,
+        *(buffer, convolved, it.mix, it.ab, it.state, it.gates, it.w),
+        *(it.indptr, it.state_in, it.state_out, it.mix.shape[1]),
+        *(it.HK, HV, *tiles_of(T), EPS),
+    )
+    return from_fragments(buffer, T, HV * 128) if run.early else out
+
+
+def check_gdn(it, convolved, before, out):
+    """Results and slots against the oracle; before: the slots before the launch."""
+    x, HK, HV = bf16_to_f32(convolved), it.HK, it.HV
+    z = bf16_to_f32(it.mix)[:, it.X :]
+    for first, end, read, written in it.rows():
+        q, k, v = np.split(x[first:end].reshape(end - first, -1, 128), [HK, 2 * HK], 1)
+        a, b = it.ab[first:end, :HV], it.ab[first:end, HV:]
+        g, beta = gdn_oracle.gates(a, b, it.a_log, it.dt_bias)
+        o, state = gdn_oracle.gated_deltanet(q, k, v, g, beta, before[read])
+        gate = z[first:end].reshape(-1, 128)
+        want = gated_rms_norm(o.reshape(-1, 128), it.w, gate, EPS).reshape(end - first, -1)
+        GDN_OUTPUT.check(bf16_to_f32(out[first:end]), want, "out")
+        GDN_STATE.check(it.state[written], state, "state")

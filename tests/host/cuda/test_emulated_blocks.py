@@ -1,0 +1,93 @@
+"""Kernels of the decode and prefill families with emulated threads, against the oracles."""
+
+import numpy as np
+import pytest
+
+from tests.device_cases import (
+    attention_decode,
+    attention_prefill,
+    check_append,
+    check_attention,
+    check_conv,
+    check_embedding,
+    check_gdn,
+    check_rms_norm,
+    gdn_step,
+    make_cache,
+    make_gdn,
+)
+from tests.host.cuda.emulator import Emulator, emulated
+
+
+@pytest.fixture(params=[0, 1], ids=["plain", "early"])
+def run(request):
+    return Emulator(request.param)
+
+
+@pytest.fixture
+def plain():
+    return Emulator(0)
+
+
+@pytest.mark.parametrize("fmt", ["W8G32_F16S", "BF16"])
+def test_embedding(run, fmt):
+    check_embedding(run, fmt, 384)
+
+
+@pytest.mark.parametrize(("T", "C"), [(1, 8), (9, 384), (66, 64)])
+def test_rms_norm(run, T, C):
+    check_rms_norm(run, T, C)
+
+
+def test_decode_attention_over_shared_pages_and_tails(run):
+    cache = make_cache(1, (3, 1), [(261, 1), (258, 2)], shared=4)
+    check_append(run, cache)
+    check_attention(cache, attention_decode(run, cache, tiles=1, group=5, grid=2))
+
+
+def test_how_columns_are_grouped_changes_no_bit(plain):
+    cache = make_cache(2, (2, 1), [(130, 2), (129, 1)], shared=2)
+    check_append(plain, cache)
+    alone = attention_decode(plain, cache, tiles=1, group=1, grid=1)
+    assert (attention_decode(plain, cache, tiles=3, group=3, grid=1) == alone).all()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_prefill_attention_over_several_blocks(plain, stages, monkeypatch):
+    module = emulated("ginfer.cuda.attention.prefill")
+    monkeypatch.setattr(module, "BLOCK_TILES", 1)
+    cache = make_cache(3, (2, 1), [(131, 5)])
+    check_append(plain, cache)
+    check_attention(cache, attention_prefill(plain, cache, stages=stages))
+
+
+def test_conv_in_place_and_over_pieces(plain):
+    it = make_gdn(4, (1, 2), [1, 2, 70], [(0, 0), (1, 2), (3, 3)])
+    check_conv(plain, it)
+
+
+def test_gdn_step(run):
+    it = make_gdn(5, (1, 2), [2, 1], [(1, 1), (0, 2)])
+    convolved, before = check_conv(run, it), it.state.copy()
+    check_gdn(it, convolved, before, gdn_step(run, it, convolved))
+
+
+def test_gdn_steps_one_by_one_are_the_steps_at_once(plain):
+    it, other = (make_gdn(6, (1, 1), [3], [(0, 0)]) for _ in range(2))
+    convolved = check_conv(plain, it)
+    together = gdn_step(plain, it, convolved)
+    mix, ab, parts = other.mix, other.ab, []
+    other.indptr = np.array([0, 1], np.int32)
+    for t in range(3):
+        other.mix, other.ab = mix[t : t + 1].copy(), ab[t : t + 1].copy()
+        parts.append(gdn_step(plain, other, convolved[t : t + 1].copy()))
+    assert (np.concatenate(parts) == together).all()
+    assert (other.state == it.state).all()
+
+
+def test_a_row_that_is_verified_leaves_its_slots(plain):
+    it = make_gdn(7, (1, 1), [1], [(0, 0)])
+    convolved, before = check_conv(plain, it), it.state.copy()
+    it.state_out = np.array([-1], np.int32)
+    gdn_step(plain, it, convolved)
+    assert (it.state == before).all()
