@@ -1,7 +1,8 @@
-"""GET /v1/models and /v1/models/{id}: the one model that is served."""
+"""GET /v1/models and /v1/models/{id}: the one model served, in OpenAI's or Anthropic's form."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 blueprint = Blueprint("models")
 
+ANTHROPIC = "anthropic-version"  # the header that clients of that protocol send
+
 
 def model_not_found(model: str, served: str) -> HttpError:
     """The error for a model that is not the served one."""
@@ -33,7 +36,11 @@ def model_not_found(model: str, served: str) -> HttpError:
 @blueprint.get("/v1/models")
 async def list_models(request: Request[App, Any]) -> HTTPResponse:
     """The list, of one."""
-    return json({"object": "list", "data": [_model(request.app.ctx)]})
+    model = _model(request)
+    if ANTHROPIC in request.headers:
+        ends = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+        return json({"data": [model], **ends})
+    return json({"object": "list", "data": [model]})
 
 
 @blueprint.get("/v1/models/<name:path>")
@@ -42,15 +49,28 @@ async def get_model(request: Request[App, Any], name: str) -> HTTPResponse:
     context = request.app.ctx
     if unquote(name) != context.model_id:
         raise model_not_found(unquote(name), context.model_id)
-    return json(_model(context))
+    return json(_model(request))
 
 
-def _model(context: ServerContext) -> dict[str, Any]:
+def _model(request: Request[App, Any]) -> dict[str, Any]:
+    """The served model as the clients of either protocol know models."""
+    context: ServerContext = request.app.ctx
     info = context.client.info
+    max_context = info.max_context if info else context.config.engine.max_context
+    if ANTHROPIC in request.headers:
+        return {
+            "type": "model",
+            "id": context.model_id,
+            "display_name": context.model_id,
+            "created_at": datetime.fromtimestamp(context.created, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": max_context,
+            "max_tokens": max_context,
+        }
     return {
         "id": context.model_id,
         "object": "model",
         "created": context.created,
         "owned_by": "ginfer",
-        "context_window": info.max_context if info else context.config.engine.max_context,
+        "context_window": max_context,
     }

@@ -51,6 +51,15 @@ def text_of(message: Message) -> str:
     return "".join(block.text for block in message.content if isinstance(block, TextBlock))
 
 
+def test_models_are_listed_with_their_context(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list()
+    assert (model.id, model.type, model.max_input_tokens) == (MODEL, "model", 8192)
+    assert type(model).model_validate_json(model.model_dump_json()) == model
+    assert client.models.retrieve(MODEL) == model
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("claude-other")
+
+
 @pytest.mark.parametrize("question", ANSWERS)
 def test_answers_whole(client: anthropic.Anthropic, question: str) -> None:
     message = client.messages.create(messages=[{"role": "user", "content": question}], **GREEDY)
