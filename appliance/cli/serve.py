@@ -169,7 +169,7 @@ from appliance.protocols.defaults import DEFAULT_MAX_TOKENS, ServerDefaults
 @sampling_options
 @engine_options
 def command(package: Path, **options: Any) -> None:
-    """Serve PACKAGE over HTTP: OpenAI Chat Completions.
+    """Serve PACKAGE over HTTP: OpenAI Chat Completions and Responses, Anthropic Messages.
 
     Thinking and sampling options are defaults; a request overrides them.
     """
