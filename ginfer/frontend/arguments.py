@@ -8,12 +8,15 @@ True, False and None are translated, and what is not JSON becomes a string.
 from __future__ import annotations
 
 import json
+import re
+from copy import copy
 from typing import Any
 
 import orjson
 
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _NULL = "null"
+_QUOTING = re.compile(r'\\.|["\n\\]', re.DOTALL)
 
 
 class ArgumentStream:
@@ -25,6 +28,7 @@ class ArgumentStream:
         self._streams = False  # the value is a string whose quote has been written
         self._nullable = False
         self._parts: list[str] = []
+        self._quoting = _Quoting()
 
     def has(self, key: str) -> bool:
         """Whether the parameter was given already."""
@@ -36,6 +40,7 @@ class ArgumentStream:
         self._streams = "string" in types and "null" not in types
         self._nullable = "string" in types and "null" in types
         self._parts = []
+        self._quoting = _Quoting()
         opening = (", " if self._keys else "{") + _quoted(key) + ": "
         self._keys.add(key)
         return opening + ('"' if self._streams else "")
@@ -45,10 +50,17 @@ class ArgumentStream:
         if self._streams:
             return _escaped(text)
         self._parts.append(text)
+        self._quoting.feed(text)
         if not self._nullable or _NULL.startswith(value := "".join(self._parts)):
             return ""
         self._streams = True
         return '"' + _escaped(value)
+
+    def quotes(self, text: str) -> bool:
+        """Whether the value, with `text` after it, ends inside a string of its JSON."""
+        if self._streams or self._nullable:
+            return False
+        return self._quoting.after(text)
 
     def end(self) -> str:
         """The value is complete."""
@@ -62,6 +74,35 @@ class ArgumentStream:
     def close(self) -> str:
         """The object is complete."""
         return "}" if self._keys else "{}"
+
+
+class _Quoting:
+    """Follows JSON text: is this place inside a string? No string goes over the end of a line, so
+    broken JSON is forgiven there; a value that does not begin like JSON with quotes has none."""
+
+    def __init__(self) -> None:
+        self._begun = self._is_json = self._inside = self._escaped = False
+
+    def feed(self, text: str) -> None:
+        """Go on over text."""
+        if not self._begun and (first := text.strip()[:1]):
+            self._begun, self._is_json = True, first in '{["'
+        if not self._is_json or not text:
+            return
+        start, self._escaped = int(self._escaped), False
+        self._inside = self._inside and not (start and text[0] == "\n")
+        for token in _QUOTING.findall(text, start):
+            if token.endswith("\n"):
+                self._inside = False
+            elif token == '"':
+                self._inside = not self._inside
+            self._escaped = token == "\\"
+
+    def after(self, text: str) -> bool:
+        """Whether the place after `text` is inside a string."""
+        ahead = copy(self)
+        ahead.feed(text)
+        return ahead._inside
 
 
 def _quoted(text: str) -> str:

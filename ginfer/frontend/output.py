@@ -17,7 +17,8 @@ Rules:
   counts too.
 - A value loses one newline at either end. Data never becomes structure: a value ends at a
   `</parameter>` that is followed by another tag of the call or of the next call, nothing else (but
-  `</function></tool_call>` or `</function>` at the very end of the response ends it as well).
+  `</function></tool_call>` or `</function>` at the very end of the response ends it as well). In a
+  string of a value that is JSON nothing ends.
 - Between parameters a missing `</function>` or `</tool_call>` is forgiven where the next tag shows
   the end of the call. Anything else there breaks the call; what follows is content. A call that is
   open at the end is broken. Nothing that was sent is repeated as text.
@@ -159,6 +160,8 @@ class QwenOutputParser:
             self._value_started = True
         before, tag, _ = self._buffer.partition("<")
         size = _value_end(self._buffer[len(before) :], final=self._final) if tag else None
+        if tag and self._arguments.quotes(before):
+            size = -1
         if size is None:
             certain = before.removesuffix("\n")
             self._argument(self._arguments.text(certain))

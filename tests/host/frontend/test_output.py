@@ -319,6 +319,25 @@ def test_data_in_a_value_stays_data(value: str) -> None:
     assert parse(*text) == want
 
 
+@pytest.mark.parametrize(
+    "text", ['</parameter><parameter=mode>"', "\\", '\\"</parameter>\n</function>']
+)
+def test_nothing_ends_in_a_string_of_json(text: str) -> None:
+    tags = json.dumps([text, "</parameter></function></tool_call>"])
+    events = ended(0, "write", f'{{"tags": {tags}, "mode": 1}}')
+    given = call("write", ("tags", tags), ("mode", "1"))
+    assert parse(given) == events
+    assert parse(*given) == events
+    assert parse(given.replace("\n", "")) == events
+
+
+def test_a_string_of_json_does_not_go_over_the_end_of_a_line() -> None:
+    events = ended(0, "write", json.dumps({"tags": '["a', "mode": 1}))
+    given = call("write", ("tags", '["a'), ("mode", "1"))
+    assert parse(given) == events
+    assert parse(*given) == events
+
+
 BROKEN = [
     ("<tool_call>\n<function=ls>", []),
     ("<tool_call>\n<function=ls>\n</func", []),
@@ -363,6 +382,7 @@ MARKUP = st.one_of(
     st.sampled_from(["null", "12", "<parameter=", "</", "<function=", "<function=no>", "<think>"]),
     st.sampled_from(["`", "```", "```\n", "\n", "\n\n", " ", "  \n", "\r\n", "\t", "a", "é€"]),
     st.just(" " * 65),
+    st.sampled_from(["<parameter=tags>", '["', '"', "\\", '{"', '\\"</parameter>']),
     st.text(max_size=3),
 )
 SOUP = st.lists(MARKUP, max_size=14).map("".join)
