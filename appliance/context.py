@@ -76,9 +76,10 @@ class ServerContext:
         if (reason := self.unready_reason) is not None:
             raise UnavailableError(reason)
 
-    async def prepare(self, work: Callable[[bytes], T], body: bytes) -> T:
-        """Run `work(body)`, away from the event loop when the body is long."""
-        if len(body) <= INLINE_NBYTES:
+    async def prepare(self, work: Callable[[bytes], T], body: bytes, long: bytes = b"") -> T:
+        """Run `work(body)`, away from the event loop when the body is long or holds `long`, which
+        stands for more than it says."""
+        if len(body) <= INLINE_NBYTES and not (long and long in body):
             return work(body)
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, body)
 

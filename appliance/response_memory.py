@@ -43,11 +43,17 @@ class ResponseMemory:
         is no part of the conversation. Raises ResponseStoreCapacityError."""
         if not request.store:
             return
-        said = [item for item in body["output"] if not _is_cut_call(item)]
+        said = [_without_logprobs(item) for item in body["output"] if not _is_cut_call(item)]
         parent = request.previous.node if request.previous else None
         node = ContextNode(parent, [*request.items, *said], len(request.items))
         data, preserve = orjson.dumps(body), request.options.preserve_thinking
         self.store.put(StoredResponse(body["id"], data, node, preserve))
+
+
+def _without_logprobs(item: Item) -> Item:
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{**part, "logprobs": []} for part in item["content"]]}
 
 
 def _is_cut_call(item: Item) -> bool:

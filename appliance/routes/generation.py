@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import orjson
@@ -51,6 +52,7 @@ class Dialect:
     name: str
     open: Callable[[ServerContext, bytes], Exchange]
     keepalive: bytes
+    long: bytes = b""  # what makes the preparation of a short body long
 
 
 async def answer(request: HttpRequest, dialect: Dialect) -> HTTPResponse | None:
@@ -83,7 +85,7 @@ async def _submit(
     context.check_ready()
     with context.admission.place() as place:
         body = await read_body(request, context.config, place)
-        exchange = await context.prepare(lambda data: dialect.open(context, data), body)
+        exchange = await context.prepare(partial(dialect.open, context), body, dialect.long)
         del body
         trace.prepared(exchange.generation, exchange.request)
         context.check_ready()

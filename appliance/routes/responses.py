@@ -51,7 +51,10 @@ def open_response(context: ServerContext, body: bytes) -> Exchange:
     )
 
 
-RESPONSES = Dialect(name="openai_responses", open=open_response, keepalive=frames.COMMENT)
+LONG = b"previous_response_id"
+RESPONSES = Dialect(
+    name="openai_responses", open=open_response, keepalive=frames.COMMENT, long=LONG
+)
 
 
 @blueprint.post("/v1/responses", stream=True)
@@ -66,7 +69,7 @@ async def count_input_tokens(request: HttpRequest) -> HTTPResponse:
     context: ServerContext = request.app.ctx
     with context.admission.place() as place:
         body = await read_body(request, context.config, place)
-        num_tokens = await context.prepare(partial(_count, context), body)
+        num_tokens = await context.prepare(partial(_count, context), body, LONG)
     return json({"object": "response.input_tokens", "input_tokens": num_tokens})
 
 
