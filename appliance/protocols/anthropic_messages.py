@@ -31,11 +31,13 @@ SAMPLING_FIELDS = tuple(SamplingOverrides.__dataclass_fields__)
 class MessagesRequest(Generation):
     """A checked request. canonicalised: names of the volatile headers left out of the prompt.
     cleared: thinking that context_management took out of the history, None = not asked to.
-    hide_thinking: thinking blocks show no text, their signatures carry it."""
+    hide_thinking: thinking blocks show no text, their signatures carry it. unstreamed: names of the
+    tools whose input is sent in one piece."""
 
     canonicalised: tuple[str, ...] = ()
     cleared: tuple[str, ...] | None = None
     hide_thinking: bool = False
+    unstreamed: frozenset[str] = frozenset()
 
 
 def parse_request(
@@ -52,7 +54,7 @@ def parse_request(
     if defaults.canonical_headers:
         texts, stripped = without_header(texts)
     wish: ThinkingWish = values.get("thinking", ThinkingWish())
-    offered: OfferedTools = values.get("tools", OfferedTools(hosted={}))
+    offered: OfferedTools = values.get("tools", OfferedTools())
     history = _with_thinking(conversation, signer)
     messages, cleared = _clear_thinking(history, values.get("context_management"))
     return MessagesRequest(
@@ -70,6 +72,7 @@ def parse_request(
         canonicalised=(NAME,) if stripped else (),
         cleared=cleared,
         hide_thinking=wish.hidden,
+        unstreamed=offered.unstreamed,
     )
 
 
@@ -115,7 +118,7 @@ def _tool_choice(choice: ToolChoice, offered: OfferedTools) -> str:
 
 def _unheeded(values: dict[str, Any]) -> list[str]:
     """What was accepted without effect inside of fields that are obeyed."""
-    offered = values.get("tools", OfferedTools(hosted={}))
+    offered = values.get("tools", OfferedTools())
     found = [f"tools.{kind}" for kind in dict.fromkeys(offered.hosted.values())]
     carriers = (offered, values.get("system"), values["messages"])
     marked = any(carrier is not None and carrier.cached for carrier in carriers)

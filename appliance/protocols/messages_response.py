@@ -69,9 +69,11 @@ class Blocks:
     dictionary with type and index. A call that breaks is never stopped; what comes after it has
     the next index."""
 
-    def __init__(self, origin: Origin, *, hide_thinking: bool = False) -> None:
+    def __init__(self, origin: Origin, request: MessagesRequest) -> None:
         self._origin = origin
-        self._hide_thinking = hide_thinking
+        self._hide_thinking = request.hide_thinking
+        self._unstreamed = request.unstreamed
+        self._held: list[str] | None = None  # input of the open call, if it is sent in one piece
         self._index = -1  # of the newest block
         self._kind: str | None = None  # of the open block: thinking, text, tool_use
         self._thinking: list[str] = []  # text of the open thinking block
@@ -88,12 +90,19 @@ class Blocks:
             case ContentText(text):
                 return [*self._continue("text", {"text": ""}), self._delta("text_delta", text=text)]
             case CallStarted(index, name):
+                self._held = [] if name in self._unstreamed else None
                 call = {"id": self._origin.call_id(index), "name": name, "input": {}}
                 return [*self.stop(), self._start("tool_use", call)]
+            case CallArguments(_, fragment) if self._held is not None:
+                self._held.append(fragment)
             case CallArguments(_, fragment):
                 return [self._delta("input_json_delta", partial_json=fragment)]
             case CallEnded():
-                return self.stop()
+                held, self._held = self._held, None
+                whole = (
+                    [self._delta("input_json_delta", partial_json="".join(held))] if held else []
+                )
+                return [*whole, *self.stop()]
             case CallBroken():
                 self._kind = None
         return []
@@ -140,7 +149,7 @@ class _Answer:
         self._origin = origin
         self._frontend = frontend
         self._turn = OutputTurn(request, frontend)
-        self._blocks = Blocks(origin, hide_thinking=request.hide_thinking)
+        self._blocks = Blocks(origin, request)
 
     def _feed(self, event: Delta) -> list[dict[str, Any]]:
         return self._shown(self._turn.feed(event))

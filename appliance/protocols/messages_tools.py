@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from appliance.protocols import checks
@@ -25,10 +25,12 @@ CHOICES = ("auto", "any", "none", "tool")
 @dataclass(frozen=True, kw_only=True)
 class OfferedTools:
     """Tools of a request: those that the model sees, and the hosted ones that it does not (name to
-    type). cached: whether a tool carries cache_control."""
+    type). unstreamed: names of those whose input is sent in one piece. cached: whether a tool
+    carries cache_control."""
 
     tools: tuple[Tool, ...] = ()
-    hosted: Mapping[str, str]
+    hosted: Mapping[str, str] = field(default_factory=dict)
+    unstreamed: frozenset[str] = frozenset()
     cached: bool = False
 
 
@@ -78,7 +80,10 @@ def parse_tools(value: Any, path: str = "tools") -> OfferedTools:
             why = f"{kind} is not supported; define it as a custom tool with its input_schema"
             raise checks.refused(f"{where}.type", why, code="tool_type_not_supported")
     cached = any(entry.get("cache_control") is not None for entry in entries)
-    return OfferedTools(tools=tuple(tools), hosted=hosted, cached=cached)
+    whole = [e["name"] for e in entries if e.get("eager_input_streaming") is False]
+    return OfferedTools(
+        tools=tuple(tools), hosted=hosted, unstreamed=frozenset(whole), cached=cached
+    )
 
 
 def _tool(value: dict[str, Any], path: str, name: str) -> Tool:
@@ -103,15 +108,12 @@ def _tool(value: dict[str, Any], path: str, name: str) -> Tool:
 
 
 def _check_options(found: dict[str, Any], path: str) -> None:
-    """Switches of a tool that have one position here."""
+    """Switches of a tool; most have one position here."""
     if checks.boolean(found.get("strict", False), f"{path}.strict"):
         why = "arguments cannot be forced to the schema; leave strict out or set it to false"
         raise checks.refused(f"{path}.strict", why, code="strict_tools_not_supported")
-    if not checks.boolean(
-        found.get("eager_input_streaming", True), f"{path}.eager_input_streaming"
-    ):
-        why = "arguments are always streamed as they are generated; leave it out"
-        raise checks.refused(f"{path}.eager_input_streaming", why, code="tool_option_not_supported")
+    if "eager_input_streaming" in found:
+        checks.boolean(found["eager_input_streaming"], f"{path}.eager_input_streaming")
     if checks.boolean(found.get("defer_loading", False), f"{path}.defer_loading"):
         why = "there is no tool search that would load it; leave it out"
         raise checks.refused(f"{path}.defer_loading", why, code="tool_option_not_supported")

@@ -109,11 +109,6 @@ REFUSED = [
         "tool_type_not_supported",
     ),
     (
-        {"tools": [WEATHER | {"eager_input_streaming": False}]},
-        "tools.0.eager_input_streaming",
-        "tool_option_not_supported",
-    ),
-    (
         {"tools": [WEATHER | {"defer_loading": True}]},
         "tools.0.defer_loading",
         "tool_option_not_supported",

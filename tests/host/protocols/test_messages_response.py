@@ -121,6 +121,17 @@ def test_transcript_of_two_calls():
     assert ORIGIN.call_id(0) != ORIGIN.call_id(1)
 
 
+def test_input_that_is_not_to_be_streamed_comes_in_one_piece():
+    deltas = [delta(t) for t in ("<call>", "<city>", "</city>")]
+    events = stream(deltas, tools=[WEATHER | {"eager_input_streaming": False}])
+    assert events[2:4] == [
+        more(0, "input_json_delta", partial_json='{"city": "Oslo"}'),
+        closed(0),
+    ]
+    body = whole(deltas, tools=[WEATHER | {"eager_input_streaming": False}])
+    assert body["content"][0]["input"] == {"city": "Oslo"}
+
+
 def test_whole_message():
     texts = ["Look.", "<call>", "<city>", "</city>", "<two>"]
     body = whole([*THOUGHTS, *map(delta, texts)], tools=[WEATHER])
