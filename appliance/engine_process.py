@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from ginfer.engine.request import Failed
 from ginfer.errors import GInferError, InternalError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from ginfer.config import EngineConfig
     from ginfer.engine.request import Event
@@ -35,6 +36,7 @@ READ_NBYTES = 1 << 18
 FLUSH_S = 2.0
 PROGRESS_S = 2.0
 ALIVE_S = 0.5
+COMPILERS = 4
 
 
 class Outbox:
@@ -96,6 +98,39 @@ class Outbox:
                 yield from wire_values.encode_event(buffer.pop())
 
 
+class Compiling:
+    """Submissions that compile a grammar first: their own threads, so that nothing waits for them.
+
+    A request that is cancelled meanwhile is submitted and then cancelled.
+    """
+
+    def __init__(self, submit: Callable[[Engine, Frame], None]) -> None:
+        self._submit = submit
+        self._threads = ThreadPoolExecutor(COMPILERS, "submit")
+        self._lock = threading.Lock()
+        self._cancelled: dict[str, bool] = {}  # of requests that are being submitted
+
+    def submit(self, engine: Engine, frame: Frame) -> None:
+        """Have a SUBMIT frame answered."""
+        request_id = wire_values.request_id(frame)
+        with self._lock:
+            self._cancelled[request_id] = False
+        self._threads.submit(self._run, engine, frame, request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """Note a cancellation."""
+        with self._lock:
+            if request_id in self._cancelled:
+                self._cancelled[request_id] = True
+
+    def _run(self, engine: Engine, frame: Frame, request_id: str) -> None:
+        self._submit(engine, frame)
+        with self._lock:
+            cancelled = self._cancelled.pop(request_id, False)
+        if cancelled:
+            engine.cancel(request_id)
+
+
 class EngineProcess:
     """Serves one engine to the other end of `sock`, and ends with it."""
 
@@ -103,6 +138,7 @@ class EngineProcess:
         self._sock = sock
         self._outbox = Outbox(sock)
         self._engine: Engine | None = None
+        self._compiling = Compiling(self._submit)
         self._fault: queue.SimpleQueue[GInferError] = queue.SimpleQueue()
         self._stage = ("load", 0, 0)  # of the start, how much is done, of how much
 
@@ -176,9 +212,12 @@ class EngineProcess:
         engine = self._engine
         if engine is None:
             raise WireError(f"a {frame.type.name} frame before the engine is ready")
-        if frame.type is FrameType.SUBMIT:
+        if frame.type is FrameType.SUBMIT and frame.header.get("grammar") is None:
             self._submit(engine, frame)
+        elif frame.type is FrameType.SUBMIT:
+            self._compiling.submit(engine, frame)
         elif frame.type is FrameType.CANCEL:
+            self._compiling.cancel(wire_values.request_id(frame))
             engine.cancel(wire_values.request_id(frame))
         elif frame.type is FrameType.STATS:
             self._outbox.put(Frame(FrameType.STATS, engine.stats()))

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -99,6 +100,7 @@ async def _life(bridge: EngineBridge) -> None:
     assert isinstance(events[-1], Finished)
     await _refuse(bridge)
     await _cancel(bridge)
+    await _constrain(bridge)
     await _merge(bridge)
     await _restart(bridge)
 
@@ -123,6 +125,23 @@ async def _cancel(bridge: EngineBridge) -> None:
             stream.close()
     await _idle(bridge)
     assert (await bridge.stats())["finished"]["cancelled"] == 3
+
+
+async def _constrain(bridge: EngineBridge) -> None:
+    grammar = 'start: "a b" "!"'
+    events = [event async for event in await bridge.submit(_request("l", grammar=grammar))]
+    assert _text(events) == "a b!"
+    with pytest.raises(RequestError, match="does not compile") as caught:
+        await bridge.submit(_request("m", grammar="start: nothing"))
+    assert caught.value.param == "grammar"
+    many = " | ".join(f'"{i:05} {i:x}"' for i in range(20_000))  # seconds to compile
+    slow = asyncio.create_task(bridge.submit(_request("n", grammar=f"start: ({many})")))
+    await asyncio.sleep(0)
+    assert _text([event async for event in await bridge.submit(_request("o"))]) == HELLO
+    slow.cancel()
+    with suppress(asyncio.CancelledError, RequestError):
+        (await slow).close()
+    await _idle(bridge)
 
 
 async def _merge(bridge: EngineBridge) -> None:

@@ -70,6 +70,7 @@ REQUESTS = st.builds(
     raw=st.booleans(),
     keep_special_tokens=st.booleans(),
     ignore_eos=st.booleans(),
+    grammar=st.none() | TEXT,
 )
 LOGPROB = st.floats(max_value=0, allow_nan=False)
 DELTAS = st.builds(
