@@ -104,20 +104,20 @@ def test_the_valid_request_is_valid():
     assert demo_frontend().prepare(request.messages, request.tools, request.options).num_tokens > 50
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.sampled_from(list(places(VALID))), wire)
 def test_any_value_at_any_place_is_taken_or_refused(place, value):
     parse_or_refuse(replaced(VALID, place, value))
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.sampled_from(sorted(FIELDS)), wire)
 def test_any_value_of_any_field_is_taken_or_refused(name, value):
     parse_or_refuse(body(**{name: value}))
 
 
 @pytest.mark.long
-@settings(max_examples=20000, deadline=None, derandomize=True)
+@settings(max_examples=10000, deadline=None, derandomize=True)
 @given(st.sampled_from(list(places(VALID))), wire, st.sampled_from(sorted(FIELDS)), wire)
 def test_two_changes_are_taken_or_refused(place, value, name, other):
     changed = replaced(VALID, place, value)
