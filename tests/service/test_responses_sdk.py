@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import openai
@@ -96,19 +97,12 @@ def test_usage_counts_the_stop_token(client: openai.OpenAI) -> None:
 
 
 def test_every_event_of_a_stream_is_valid(server: Server) -> None:
-    body = {**THINKING, "input": "Who are you?", "stream": True}
-    with server.connect() as sock:
-        data = orjson.dumps(body)
-        sock.sendall(head(data, path="/v1/responses") + data)
-        reader = SseReader(sock)
-        blocks = list(reader.blocks())
-        reader.close()
-    events = []
-    for block in blocks:
-        name, _, line = block.partition("\n")
-        events.append(orjson.loads(line.removeprefix("data: ")))
-        assert name == f"event: {events[-1]['type']}"
-        EVENT.validate_python(events[-1])
+    with streaming(server, input="Who are you?") as reader:
+        named = [read_event(block) for block in reader.blocks()]
+    events = [event for _, event in named]
+    assert [name for name, _ in named] == [event["type"] for event in events]
+    for event in events:
+        EVENT.validate_python(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert events[0]["type"] == "response.created"
     assert events[-1]["type"] == "response.completed"
@@ -327,16 +321,48 @@ def test_errors_arrive_as_the_clients_own(client: openai.OpenAI, server: Server)
     assert (status, orjson.loads(data)["error"]["code"]) == (404, "response_not_found")
 
 
-def test_a_client_that_leaves_stores_nothing_and_frees_its_slot(server: Server) -> None:
-    bias = {str(token): -100 for token in STOP_IDS}
-    body = orjson.dumps({**THINKING, "input": "Hello!", "stream": True, "logit_bias": bias})
+@contextmanager
+def streaming(server: Server, **fields: Any) -> Iterator[SseReader]:
+    """The reader of a stream; leaving the block closes the connection."""
+    body = orjson.dumps({**THINKING, "input": "Hello!", "stream": True, **fields})
     with server.connect() as sock:
         sock.sendall(head(body, path="/v1/responses") + body)
         reader = SseReader(sock)
-        name, _, line = next(reader.blocks()).partition("\n")
-        reader.close()
-    assert name == "event: response.created"
-    response_id = orjson.loads(line.removeprefix("data: "))["response"]["id"]
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+
+def read_event(block: str) -> tuple[str, Any]:
+    """Name and data of an event."""
+    name, _, line = block.partition("\n")
+    return name.removeprefix("event: "), orjson.loads(line.removeprefix("data: "))
+
+
+ENDLESS = {"logit_bias": {str(token): -100 for token in STOP_IDS}, "max_output_tokens": 7000}
+
+
+def test_a_client_that_leaves_stores_nothing_and_frees_its_slot(server: Server) -> None:
+    with streaming(server, **ENDLESS) as reader:
+        name, created = read_event(next(reader.blocks()))
+    assert name == "response.created"
     server.settle()
-    status, _, _ = server.request("GET", f"/v1/responses/{response_id}")
+    status, _, _ = server.request("GET", f"/v1/responses/{created['response']['id']}")
     assert status == 404
+
+
+def test_in_the_queue_it_shows_life_and_its_timeout_is_told(narrow: Server) -> None:
+    with streaming(narrow, **ENDLESS) as running:
+        next(running.blocks())
+        narrow.wait_metric("ginfer_engine_running", 1)
+        with streaming(narrow) as waiting:
+            blocks = list(waiting.blocks())
+    assert blocks.count(": keep-alive") >= 4
+    events = [read_event(block) for block in blocks if block != ": keep-alive"]
+    assert [name for name, _ in events] == [
+        "response.created",
+        "response.in_progress",
+        "response.failed",
+    ]
+    assert events[-1][1]["response"]["error"]["code"] == "request_queue_timeout"
