@@ -1,16 +1,20 @@
-"""Host bookkeeping of K/V pages, recurrent slots and reusable prefixes; no device code."""
+"""Host bookkeeping of K/V pages, recurrent states and reusable prefixes; no device code."""
 
-from ginfer.cache.arena import Pool
-from ginfer.cache.prefix import AppendPrefixCache, Prefix, PrefixCache
+from ginfer.cache.geometry import CacheGeometry
+from ginfer.cache.moves import Moves
+from ginfer.cache.prefix_cache import Hit, PrefixCache, Sequence
 from ginfer.cache.segment import MadeBy
-from ginfer.cache.sequence import Sequence, SequenceCache
+from ginfer.cache.snapshot import INTERVAL_TOKENS, Snapshot, SnapshotKind, snapshot_points
 
 __all__ = [
-    "AppendPrefixCache",
+    "INTERVAL_TOKENS",
+    "CacheGeometry",
+    "Hit",
     "MadeBy",
-    "Pool",
-    "Prefix",
+    "Moves",
     "PrefixCache",
     "Sequence",
-    "SequenceCache",
+    "Snapshot",
+    "SnapshotKind",
+    "snapshot_points",
 ]

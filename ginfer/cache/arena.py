@@ -69,6 +69,10 @@ class Arena:
         """Share of the arena that is free in whole units."""
         return len(self._free) / max(1, self.num_groups)
 
+    def whole_units(self) -> list[int]:
+        """Units of groups that are free as a whole."""
+        return [group * self._span + i for group in self._free for i in range(self._span)]
+
     def fits(self, num_units: int, num_pages: int = 0) -> bool:
         """Whether so many units and so many pages can be had now, together."""
         groups = -(-num_units // self._span)

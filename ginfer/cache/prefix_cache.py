@@ -217,6 +217,10 @@ class PrefixCache:
             "unparked_pages": memory.num_unparked,
         }
 
+    def free_units(self) -> list[int]:
+        """Units of the arena that hold nothing."""
+        return self._memory.arena.whole_units()
+
     def check_integrity(self) -> None:
         """Assert that every place of the arena, every slot and every host place is free or has
         exactly one owner, that counts are true, and that the promise above can be kept."""

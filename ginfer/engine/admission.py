@@ -52,11 +52,11 @@ class Epoch:
 
 
 class Admission:
-    """The policy over `num_lanes` lanes and `num_pages` pages."""
+    """The policy over `num_lanes` lanes and `num_pages` pages, whose ids are below `page_ids`."""
 
-    def __init__(self, num_lanes: int, num_pages: int) -> None:
+    def __init__(self, num_lanes: int, num_pages: int, *, page_ids: int | None = None) -> None:
         self._num_lanes, self._num_pages = num_lanes, num_pages
-        self._marks = np.zeros(num_pages, np.bool_)
+        self._marks = np.zeros(num_pages if page_ids is None else page_ids, np.bool_)
         self.epoch: Epoch | None = None
 
     def fits(self, claims: Sequence[Claim]) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ginfer.engine.backends import open_backend, resolve_backend
 from ginfer.engine.loader import load_weights, open_package
 from ginfer.engine.loop import Job, RoundLoop
-from ginfer.engine.memory import available_nbytes, plan_memory
+from ginfer.engine.memory import available_nbytes, ledger_line, plan_memory
 from ginfer.engine.rank import Rank
 from ginfer.engine.request import EngineInfo, Failed, Finished
 from ginfer.engine.validate import check_request
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
 log = logging.getLogger(__name__)
+
+REST_AFTER_S = 1.0  # idle time after which an elastic engine gives memory back
 
 
 class Engine:
@@ -58,6 +60,7 @@ class Engine:
         self.failed: GInferError | None = None
         self.on_failure: Callable[[GInferError], None] = lambda error: None
         self._capacity, self._rank, self._clock = capacity, rank, clock
+        self._elastic = config.kv_elastic
         self._loop = RoundLoop(
             rank=rank,
             frontend=frontend,
@@ -100,6 +103,7 @@ class Engine:
             report("prepare", 0, 1)
             backend.allocate(capacity.plan)
             report("prepare", 1, 1)
+            log.info("memory: %s", ledger_line(backend.ledger()))
             info = EngineInfo(
                 model_id=package.identity.model_id,
                 weights_id=package.identity.weights_id,
@@ -182,9 +186,11 @@ class Engine:
             except AssertionError as error:
                 outcome.put(error)
 
-        if not self._thread.is_alive():
-            raise UnavailableError(self._refusal or "the engine is closed")
         self._command(check)
+        while outcome.empty():  # an engine that breaks forgets its commands
+            self._thread.join(0.001)
+            if not self._thread.is_alive() and outcome.empty():
+                raise UnavailableError(self._refusal or "the engine is closed")
         error = outcome.get()
         if error is not None:
             raise error
@@ -269,8 +275,16 @@ class Engine:
 
     def _sleep(self) -> None:
         """Wait for a command. Whatever waits in the loop keeps it busy: no deadline is missed."""
+        if not self._elastic:
+            self._await_command(None)
+        elif not self._await_command(REST_AFTER_S):
+            self._loop.rest()
+            self._await_command(None)
+            self._loop.wake()
+
+    def _await_command(self, timeout_s: float | None) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._inbox or self._closing)
+            return bool(self._changed.wait_for(lambda: self._inbox or self._closing, timeout_s))
 
     def _break(self, error: GInferError) -> None:
         """The backend is lost: fail every request, refuse new ones, tell the supervisor."""

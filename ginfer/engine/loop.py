@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ginfer.cache import MadeBy, Sequence, SequenceCache
+from ginfer.cache import PrefixCache, Sequence
+from ginfer.engine.admission import Admission
+from ginfer.engine.claims import running_claim, waiting_claim
 from ginfer.engine.grammar import Grammars
 from ginfer.engine.output import Ending, Output
 from ginfer.engine.request import (
@@ -26,12 +28,14 @@ from ginfer.engine.round import DecodeUnit, PrefillUnit, RoundView
 from ginfer.engine.scheduler import effective_output, entitled_pages, may_admit, next_unit
 from ginfer.engine.stats import Stats
 from ginfer.errors import GInferError, InternalError, QueueTimeoutError
+from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ginfer.batch import Selection
     from ginfer.config import EngineConfig
+    from ginfer.engine.admission import Claim
     from ginfer.engine.grammar import Constraint
     from ginfer.engine.memory import Capacity
     from ginfer.engine.rank import Rank
@@ -79,7 +83,7 @@ class RoundLoop:
         on_end: Callable[[str], None],
     ) -> None:
         plan = capacity.plan
-        self.cache = SequenceCache(capacity.num_pages, plan.num_slots, retain=config.prefix_reuse)
+        self.cache = PrefixCache(capacity.geometry, rank.backend, retain=config.prefix_reuse)
         self.stats = Stats()
         self._rank, self._frontend, self._clock, self._on_end = rank, frontend, clock, on_end
         self.grammars = Grammars(frontend, rank.spec.vocab_size)
@@ -88,6 +92,10 @@ class RoundLoop:
         self._timeout_s = config.pending_timeout_s
         self._waiting: deque[Job] = deque()
         self._lanes: list[Job | None] = [None] * plan.num_rows
+        self._admission = Admission(
+            plan.num_rows, capacity.num_pages, page_ids=capacity.geometry.num_pages
+        )
+        self._stalled = False  # nobody can enter before something ends or arrives
         self._owner: Job | None = None
         self._ready: tuple[int, ...] = ()
         self._decoded_last = False
@@ -112,6 +120,7 @@ class RoundLoop:
             self._end(job, Ending(reason=FinishReason.OUTPUT_LIMIT))
         else:
             self._waiting.append(job)
+            self._stalled = False
 
     def cancel(self, request_id: str, since: float) -> None:
         """End a request that was cancelled at time `since`; unknown ids have ended already."""
@@ -133,11 +142,16 @@ class RoundLoop:
         return {
             "running": sum(job is not None for job in self._lanes),
             "decoding": len(self._ready),
-            "free_pages": self.cache.pages.num_free,
-            "kept_pages": self.cache.prefixes.num_pages,
-            "kept_prefixes": self.cache.prefixes.num_prefixes,
-            "free_slots": self.cache.slots.num_free,
+            **self.cache.gauges(),
         }
+
+    def rest(self) -> None:
+        """Give memory that holds nothing back to the system, until `wake`."""
+        self._rank.backend.give_back(self.cache.free_units())
+
+    def wake(self) -> None:
+        """Have all memory again."""
+        self._rank.backend.take_back()
 
     def check_integrity(self) -> None:
         """Assert that lanes, pages and slots have exactly one owner each."""
@@ -146,7 +160,8 @@ class RoundLoop:
         assert all(self._lanes[job.lane] is job for job in running)
         expected = {job.lane for job in running if job is not self._owner}
         assert set(self._ready) == expected
-        assert self.cache.num_active == len(running)
+        assert self.cache.gauges()["free_slots"] == len(self._lanes) - len(running)
+        assert self._admission.fits([self._running_claim(job) for job in running])
 
     # -- rounds -----------------------------------------------------------------------------------
 
@@ -154,8 +169,8 @@ class RoundLoop:
         """Admit at most one request and run one unit; False when there is nothing to do. An
         exception that comes out is the backend's, and the loop cannot go on after it."""
         started = perf_counter()
-        can_admit = self._waiting and may_admit(self._view()) and None in self._lanes
-        admitted = self._admit() if can_admit else False
+        can_admit = self._waiting and not self._stalled and None in self._lanes
+        admitted = self._admit() if can_admit and may_admit(self._view()) else False
         unit = next_unit(self._view(), self._prefill_chunk)
         if unit is None:
             assert admitted or not self._waiting, "an empty engine refuses a request that fits"
@@ -168,20 +183,42 @@ class RoundLoop:
         return True
 
     def _view(self) -> RoundView:
-        job, owner = self._owner, None
-        if job is not None:
+        job, owner, points = self._owner, None, tuple[int, ...]()
+        if job is not None and job.sequence is not None:
             owner = (job.lane, int(self._rank.frontier[job.lane]), job.request.prompt.num_tokens)
-        return RoundView(owner=owner, ready=self._ready, decoded_last=self._decoded_last)
+            points = tuple(job.sequence.points)
+        return RoundView(
+            owner=owner, points=points, ready=self._ready, decoded_last=self._decoded_last
+        )
 
     def _admit(self) -> bool:
-        """Give the oldest waiting request its lane and entitlement, if they are free."""
-        job = self._waiting[0]
+        """Let the request enter that the policy chooses, if any."""
+        running = [self._running_claim(job) for job in self._lanes if job is not None]
+        key = self._admission.choose(map(self._waiting_claim, self._waiting), running)
+        job = next((job for job in self._waiting if job.request.request_id == key), None)
+        num_pages = 0 if job is None else entitled_pages(job.request.prompt.num_tokens, job.limit)
+        sequence = None if job is None else self.cache.acquire(job.request.prompt, num_pages)
+        self._stalled = sequence is None
+        if job is None or sequence is None:
+            return False
+        self._enter(job, sequence)
+        return True
+
+    def _waiting_claim(self, job: Job) -> Claim:
+        hit = self.cache.match(job.request.prompt)
+        return waiting_claim(job.request, job.limit, hit, self._prefill_chunk)
+
+    def _running_claim(self, job: Job) -> Claim:
+        assert job.sequence is not None
+        left = job.request.prompt.num_tokens - int(self._rank.frontier[job.lane])
+        work = max(left, 0), job.limit - len(job.generated)
+        return running_claim(job.request.request_id, job.sequence, work, self._prefill_chunk)
+
+    def _enter(self, job: Job, sequence: Sequence) -> None:
+        """Give an admitted request its lane; prefill is next."""
         request, now = job.request, self._clock()
         num_prompt = request.prompt.num_tokens
-        sequence = self.cache.acquire(request.prompt, entitled_pages(num_prompt, job.limit))
-        if sequence is None:
-            return False
-        self._waiting.popleft()
+        self._waiting.remove(job)
         job.sequence, job.lane, job.admitted = sequence, self._lanes.index(None), now
         job.cached_tokens = sequence.cached_tokens
         self._lanes[job.lane] = self._owner = job
@@ -196,21 +233,24 @@ class RoundLoop:
             reuse_path=sequence.path,
         )
         self._guarded(job, job.sink, started)
-        return True
 
     def _prefill(self, unit: PrefillUnit) -> None:
         job = self._owner
         assert job is not None
         assert job.output is not None
+        assert job.sequence is not None
+        self._grow(job, unit.stop)
         began = perf_counter()
         mask = self.grammars.mask([job.constraint]) if unit.last else None
         selection = self._rank.prefill(unit, job.output.forced, mask)
         self.stats.forward_s += perf_counter() - began
+        self.cache.commit(job.sequence, unit.stop)
+        self._rank.set_pages(unit.lane, job.sequence.pages)
         self.stats.prefill_rounds += 1
         self.stats.prefill_tokens += unit.stop - unit.start
         self._decoded_last = False
         if selection is not None:
-            self._owner = None
+            self._owner, self._stalled = None, False
             self._ready = tuple(sorted((*self._ready, unit.lane)))
             job.first_token = self._clock()
             self.stats.first_token_s.observe(job.first_token - job.submitted)
@@ -219,6 +259,8 @@ class RoundLoop:
     def _decode(self, unit: DecodeUnit) -> None:
         jobs = [job for lane in unit.lanes if (job := self._lanes[lane]) is not None]
         forced = [job.output.forced if job.output is not None else -1 for job in jobs]
+        for job in jobs:
+            self._grow(job, int(self._rank.frontier[job.lane]) + 1)
         began = perf_counter()
         mask = self.grammars.mask([job.constraint for job in jobs])
         selection = self._rank.decode(unit.lanes, forced, mask)
@@ -227,6 +269,14 @@ class RoundLoop:
         self.stats.row_rounds += len(jobs)
         self._decoded_last = True
         self._commit(jobs, selection)
+
+    def _grow(self, job: Job, num_tokens: int) -> None:
+        """Have pages for the first `num_tokens` tokens of a request, within its entitlement."""
+        sequence = job.sequence
+        assert sequence is not None
+        if num_tokens > len(sequence.pages) * PAGE_TOKENS:
+            self.cache.grow(sequence, num_tokens)
+            self._rank.set_pages(job.lane, sequence.pages)
 
     def _commit(self, jobs: list[Job], selection: Selection) -> None:
         """Hand every job its token; row i of the selection belongs to jobs[i]."""
@@ -306,14 +356,14 @@ class RoundLoop:
         if job.lane < 0:
             if job in self._waiting:
                 self._waiting.remove(job)
+                self._stalled = False
         else:
             assert job.sequence is not None
             prompt, frontier = job.request.prompt, int(self._rank.frontier[job.lane])
-            if frontier > prompt.num_tokens:
-                job.sequence.made_by = MadeBy.DECODE
             history = np.concatenate((prompt.token_ids, np.array(job.generated, np.int32)))
-            self.cache.release(job.sequence, history[: frontier if keep else 0])
+            self.cache.release(job.sequence, history[:frontier], sound=keep)
             self._lanes[job.lane] = None
+            self._stalled = False
             self._ready = tuple(lane for lane in self._ready if lane != job.lane)
             if self._owner is job:
                 self._owner = None

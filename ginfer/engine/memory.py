@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ginfer.backend import MemoryPlan
+from ginfer.cache import CacheGeometry
 from ginfer.errors import ConfigError
 from ginfer.sizes import MIB, align_up, div_ceil, human_bytes
 from ginfer.spec import PAGE_TOKENS, LayerKind
@@ -24,19 +25,17 @@ if TYPE_CHECKING:
 UNIT_NBYTES = 2 * MIB
 AUTO_KV_NBYTES = 256 * MIB  # automatic K/V stays modest; one request of max_context always fits
 SNAPSHOTS_PER_LANE = 4  # system and tools, two prompt frontiers, a response end
-IDLE_SLOTS_PER_LANE = 1  # recurrent slots for finished conversations
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
     """A memory plan with the context that it serves, the K/V pages that requests are promised
-    together, the units of a snapshot, and the bytes of all that."""
+    together, what the arena is made of, and the bytes of all that."""
 
     plan: MemoryPlan
+    geometry: CacheGeometry
     max_context: int
     num_pages: int
-    page_nbytes: int
-    snapshot_units: int
     nbytes: int
 
     @property
@@ -67,41 +66,44 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, available_nbytes: int) ->
     """Resolve every 'auto'. Raises ConfigError with both numbers when the options do not fit the
     model, each other, or the memory that is available."""
     page, unit = page_nbytes(spec), unit_nbytes(spec)
-    num_slots = config.max_concurrency * (1 + IDLE_SLOTS_PER_LANE * config.prefix_reuse)
-    for_units = available_nbytes - num_slots * slot_nbytes(spec)
-    affordable = max(for_units, 0) // unit * unit // page
+    fixed = config.max_concurrency * slot_nbytes(spec) + config.park_mib * MIB
+    affordable_units = max(available_nbytes - fixed, 0) // unit
+    affordable = affordable_units * unit // page
     max_context = _max_context(config, spec, affordable)
     context_pages = div_ceil(max_context, PAGE_TOKENS)
     modest = min(AUTO_KV_NBYTES // page, affordable)
     num_pages = _num_pages(config, context_pages, modest)
     num_units = div_ceil(num_pages * page, unit)
-    snapshot_units = div_ceil(slot_nbytes(spec), unit)
     if config.prefix_reuse:
-        wanted = config.max_concurrency * SNAPSHOTS_PER_LANE * snapshot_units
-        num_units += max(0, min(wanted, for_units // unit - num_units))
-    nbytes = num_units * unit + num_slots * slot_nbytes(spec)
+        wanted = config.max_concurrency * SNAPSHOTS_PER_LANE * div_ceil(slot_nbytes(spec), unit)
+        num_units += max(0, min(wanted, affordable_units - num_units))
+    nbytes = num_units * unit + fixed
     if nbytes > available_nbytes:
         raise ConfigError(
             f"K/V and state need {human_bytes(nbytes)} for max_context {max_context} and "
             f"max_concurrency {config.max_concurrency}, but {human_bytes(available_nbytes)} is "
-            "available; lower max_context, kv_capacity or max_concurrency",
+            "available; lower max_context, kv_capacity, park_mib or max_concurrency",
             param="max_context" if config.kv_capacity is None else "kv_capacity",
         )
+    geometry = CacheGeometry(
+        num_units=num_units,
+        page_nbytes=page,
+        state_nbytes=slot_nbytes(spec),
+        num_slots=config.max_concurrency,
+        park_nbytes=config.park_mib * MIB,
+        unit_nbytes=unit,
+    )
     plan = MemoryPlan(
         num_rows=config.max_concurrency,
         num_units=num_units,
         unit_nbytes=unit,
-        num_slots=num_slots,
+        num_slots=geometry.num_slots,
         max_columns=max(prefill_chunk(config, max_context), config.max_concurrency),
         max_pages_per_row=context_pages,
+        num_park_units=geometry.num_host_units,
     )
     return Capacity(
-        plan=plan,
-        max_context=max_context,
-        num_pages=num_pages,
-        page_nbytes=page,
-        snapshot_units=snapshot_units,
-        nbytes=nbytes,
+        plan=plan, geometry=geometry, max_context=max_context, num_pages=num_pages, nbytes=nbytes
     )
 
 
@@ -139,6 +141,12 @@ def _num_pages(config: EngineConfig, context_pages: int, modest: int) -> int:
             param="kv_capacity",
         )
     return num_pages
+
+
+def ledger_line(ledger: dict[str, int]) -> str:
+    """What a backend holds, by use and in all, for people."""
+    uses = ", ".join(f"{use} {human_bytes(nbytes)}" for use, nbytes in ledger.items() if nbytes)
+    return f"{human_bytes(sum(ledger.values()))}: {uses}"
 
 
 def available_nbytes() -> int:

@@ -45,12 +45,14 @@ class Rank:
         self._requests[lane] = request
         self._sampling.assign(lane, request.sampling)
         self._slots[lane] = sequence.slot
-        self._pages[lane, : len(sequence.pages)] = sequence.pages
+        self.set_pages(lane, sequence.pages)
         self.frontier[lane] = sequence.cached_tokens
         self._rope_delta[lane] = request.prompt.rope_delta
         self.backend.reset_rows([lane])
-        if sequence.cached_tokens == 0:
-            self.backend.clear_slot(sequence.slot)
+
+    def set_pages(self, lane: int, pages: list[int]) -> None:
+        """The pages of a lane have changed."""
+        self._pages[lane, : len(pages)] = pages
 
     def prefill(
         self, unit: PrefillUnit, forced: int, mask: TokenMask | None = None

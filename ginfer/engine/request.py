@@ -148,8 +148,8 @@ class Timings:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The request left the queue; `cached_tokens` of its prompt are reused, by the named path
-    ('none', 'append')."""
+    """The request left the queue; the first `cached_tokens` of its prompt are reused, by the named
+    path: 'append' to an earlier response, from a 'snapshot' before its end, or 'none'."""
 
     request_id: str
     prompt_tokens: int

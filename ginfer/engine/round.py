@@ -29,9 +29,10 @@ Unit = PrefillUnit | DecodeUnit
 @dataclass(frozen=True, kw_only=True)
 class RoundView:
     """What the scheduler sees. owner: (lane, computed tokens, prompt tokens) of the request in
-    prefill. ready: lanes that can decode, ascending. decoded_last: the last unit was a decode
-    round."""
+    prefill; points: ascending tokens where its chunks must end. ready: lanes that can decode,
+    ascending. decoded_last: the last unit was a decode round."""
 
     owner: tuple[int, int, int] | None
+    points: tuple[int, ...] = ()
     ready: tuple[int, ...]
     decoded_last: bool

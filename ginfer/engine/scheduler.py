@@ -40,5 +40,6 @@ def next_unit(view: RoundView, prefill_chunk: int) -> Unit | None:
     if view.owner is not None and (view.decoded_last or not view.ready):
         lane, start, num_prompt = view.owner
         stop = chunk_end(start, num_prompt, prefill_chunk)
+        stop = next((point for point in view.points if start < point < stop), stop)
         return PrefillUnit(lane, start, stop, last=stop == num_prompt)
     return DecodeUnit(view.ready) if view.ready else None

@@ -23,7 +23,6 @@ NUM_CLIENTS = 8
 WARM_S = 5.0
 RSS_SLACK_MIB = 48
 LEGAL = {200, 400, 404, 413, 429}
-PAGES = ("ginfer_engine_free_pages", "ginfer_engine_kept_pages")
 
 
 @pytest.fixture(scope="module")
@@ -191,8 +190,8 @@ def _footprint(server: Server) -> dict[str, float]:
     }
     return {
         "tasks": found["ginfer_tasks"],
-        "pages": sum(found[name] for name in PAGES),
-        "slots": found["ginfer_engine_free_slots"] + found["ginfer_engine_kept_prefixes"],
+        "promised pages": found["ginfer_engine_promised_pages"],
+        "free slots": found["ginfer_engine_free_slots"],
         **sizes,
         **fds,
         **threads,

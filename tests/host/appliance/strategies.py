@@ -103,7 +103,7 @@ STARTS = st.builds(
     request_id=st.just("r"),
     prompt_tokens=COUNT,
     cached_tokens=COUNT,
-    reuse_path=st.sampled_from(["none", "append"]),
+    reuse_path=st.sampled_from(["none", "append", "snapshot"]),
 )
 ERRORS = st.sampled_from([RequestError, ContextLengthError, QueueTimeoutError]).flatmap(
     lambda kind: st.builds(kind, TEXT, code=TEXT, param=st.none() | TEXT)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ginfer.config import EngineConfig
-from ginfer.engine.memory import page_nbytes, plan_memory, slot_nbytes
+from ginfer.engine.memory import ledger_line, page_nbytes, plan_memory, slot_nbytes
 from ginfer.errors import ConfigError
 from ginfer.models.qwen import QWEN_27B, QWEN_DEMO
 
@@ -28,9 +28,8 @@ def test_automatic_capacity_serves_all_lanes_at_native_context():
     capacity = plan()
     assert capacity.max_context == 16_384
     assert capacity.kv_capacity == 8 * 16_384
-    assert capacity.plan.num_slots == 16
+    assert capacity.plan.num_slots == 8
     assert capacity.plan.max_pages_per_row == 256
-    assert plan(prefix_reuse=False).plan.num_slots == 8
 
 
 def test_automatic_capacity_always_holds_one_request():
@@ -49,18 +48,24 @@ def test_automatic_context_is_what_the_memory_holds():
 
 def test_snapshots_get_what_the_pages_leave():
     demo = plan(max_context=4096)
-    assert (demo.plan.unit_nbytes, demo.snapshot_units) == (2 << 20, 2)
+    assert (demo.plan.unit_nbytes, demo.geometry.state_units) == (2 << 20, 2)
     assert demo.num_pages == 8 * 64
     assert demo.plan.num_units == 8 * 64 // 16 + 8 * 4 * 2
     assert plan(max_context=4096, prefix_reuse=False).plan.num_units == 32
     large = plan(QWEN_27B.spec, max_context=65_536, max_concurrency=1)
-    assert (large.num_pages, large.snapshot_units) == (1024, 75)
+    assert (large.num_pages, large.geometry.state_units) == (1024, 75)
     assert large.plan.num_units == 2 * 1024 + 4 * 75
-    tight = plan(
-        available=(32 + 7) * (2 << 20) + 16 * slot_nbytes(QWEN_DEMO.spec), max_context=4096
-    )
+    tight = plan(available=(32 + 7) * (2 << 20) + 8 * slot_nbytes(QWEN_DEMO.spec), max_context=4096)
     assert tight.plan.num_units == 39
     assert tight.num_pages == 8 * 64
+
+
+def test_parking_space_is_a_part_of_the_plan():
+    parking = plan(max_context=4096, park_mib=65)
+    assert parking.plan.num_park_units == 32
+    assert parking.nbytes == plan(max_context=4096).nbytes + (65 << 20)
+    with pytest.raises(ConfigError, match="park_mib"):
+        plan(available=GIB, park_mib=1024)
 
 
 def test_explicit_capacity_is_taken_in_whole_pages():
@@ -75,9 +80,9 @@ def test_explicit_capacity_is_taken_in_whole_pages():
         ({"max_context": 20_000}, "max_context", ("20000", "16384")),
         ({"kv_capacity": 16_383, "max_context": 16_384}, "kv_capacity", ("16383", "16384")),
         ({"kv_capacity": 448, "max_context": 64}, "kv_capacity", ("448", "512")),
-        ({"available": GIB // 32}, "max_context", ("32.0 MiB", "39.4")),
-        ({"available": GIB // 32, "max_context": 16_384}, "max_context", ("32.0 MiB", "69.4")),
-        ({"available": GIB // 8, "kv_capacity": 131_072}, "kv_capacity", ("128.0 MiB", "293.4")),
+        ({"available": GIB // 64}, "max_context", ("16.0 MiB", "20.7")),
+        ({"available": GIB // 32, "max_context": 16_384}, "max_context", ("32.0 MiB", "50.7")),
+        ({"available": GIB // 8, "kv_capacity": 131_072}, "kv_capacity", ("128.0 MiB", "274.7")),
     ],
 )
 def test_what_does_not_fit_is_refused_with_both_numbers(options, param, numbers):
@@ -94,3 +99,9 @@ def test_a_prefill_chunk_is_bounded_and_whole_pages(chunk, says):
     with pytest.raises(ConfigError, match=says) as caught:
         EngineConfig(package=Path("x.ginfer"), prefill_chunk=chunk)
     assert caught.value.param == "prefill_chunk"
+
+
+def test_a_ledger_reads_as_one_line():
+    assert ledger_line({"weights": 5 << 20, "parking": 0, "arena": 3 << 30}) == (
+        "3.0 GiB: weights 5.0 MiB, arena 3.0 GiB"
+    )

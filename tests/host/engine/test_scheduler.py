@@ -56,6 +56,17 @@ def test_one_kind_of_work_runs_alone():
     assert next_unit(RoundView(owner=None, ready=(), decoded_last=True), 128) is None
 
 
+def test_chunks_end_at_the_points_of_snapshots():
+    points, start, ends = (128, 192, 1024), 0, []
+    while start < 1500:
+        view = RoundView(owner=(3, start, 1500), points=points, ready=(), decoded_last=False)
+        unit = next_unit(view, 512)
+        assert unit.last == (unit.stop == 1500)
+        start = unit.stop
+        ends.append(start)
+    assert ends == [128, 192, 704, 1024, 1500]
+
+
 def test_admission_waits_for_the_owner_and_for_a_decode_round():
     for owner, ready, decoded_last, expected in (
         (None, (), False, True),
