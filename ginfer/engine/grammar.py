@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 MAX_NBYTES = 1 << 20  # of one grammar's text
 MAX_CACHED = 64  # compiled grammars that are kept
 CACHE_NBYTES = 16 << 20  # of text whose compiled grammars are kept
+MAX_REASON = 300  # characters of an error of the library
 MAX_COMPILING = 16  # at once, running or waiting
 COMPILE_S = 10.0  # longest wait for a grammar to compile
 
@@ -269,4 +270,4 @@ class Grammars:
 
 def _reason(matcher: LLMatcher) -> str:
     """Why a matcher gave up, in one line."""
-    return matcher.get_error().split("\n<state>")[0].strip() or matcher.stop_reason()
+    return matcher.get_error().partition("\n")[0][:MAX_REASON] or str(matcher.stop_reason())
