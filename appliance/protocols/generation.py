@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance.protocols.defaults import SamplingOverrides
 from ginfer.engine.request import Request, StopString
+from ginfer.frontend.grammar import ToolChoice, json_grammar, tool_grammar
 
 if TYPE_CHECKING:
     from ginfer.engine.request import Delta, Finished, Started
@@ -20,9 +21,12 @@ class Generation:
     """A checked request. `max_tokens` and `options` are final: server defaults are applied.
 
     sampling: the request's wishes over the server's. logprobs: None = off, else the number of
-    alternatives per token. tool_choice: auto, none, required, or the name of a tool in
-    `named_tool` with required. thinking_budget: most reasoning tokens, None = no limit.
-    accepted_without_effect: names of the advisory fields given.
+    alternatives per token. tool_choice: auto, none, required (one call or more), or named: exactly
+    one call, of `named_tool`. parallel_tool_calls False = at most one call. schema: JSON schema of
+    the content (calls may come instead), None = text. thinking_budget: most reasoning tokens, None
+    = no limit. accepted_without_effect: names of the advisory fields given.
+
+    schema_path, tool_schema_path: where the wire has `schema`, and that of tool number {}.
     """
 
     model: str
@@ -31,6 +35,11 @@ class Generation:
     max_tokens: int
     tools: tuple[Tool, ...] = ()
     tool_choice: str = "auto"
+    named_tool: str | None = None
+    parallel_tool_calls: bool = True
+    schema: dict[str, Any] | bool | None = None
+    schema_path: str = "schema"
+    tool_schema_path: str = "tools.{}.parameters"
     sampling: SamplingOverrides = field(default_factory=SamplingOverrides)
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
@@ -49,10 +58,28 @@ class Generation:
         """Whether the conversation contains tool calls or results."""
         return any(m.tool_calls or m.role == "tool" for m in self.messages)
 
+    def content_grammar(self) -> str | None:
+        """What the content must match, None = anything. Raises RequestError naming the keyword of
+        the schema that cannot be enforced."""
+        if self.active_tools:
+            return tool_grammar(
+                self.active_tools,
+                ToolChoice(
+                    mode=self.tool_choice,
+                    name=self.named_tool,
+                    parallel=self.parallel_tool_calls,
+                ),
+                param=self.tool_schema_path,
+                schema=self.schema,
+                schema_param=self.schema_path,
+            )
+        return None if self.schema is None else json_grammar(self.schema, param=self.schema_path)
+
     def to_engine_request(
         self, prompt: PreparedPrompt, request_id: str, preset: SamplingDefaults
     ) -> Request:
-        """The request as the engine takes it; `preset` is the model's for `options.thinking`."""
+        """The request as the engine takes it; `preset` is the model's for `options.thinking`.
+        Raises RequestError, as `content_grammar` does."""
         return Request(
             request_id=request_id,
             prompt=prompt,
@@ -62,6 +89,7 @@ class Generation:
             ),
             stop_strings=tuple(StopString(text=text) for text in self.stop),
             reasoning_budget=self.thinking_budget,
+            grammar=self.content_grammar(),
             keep_special_tokens=bool(self.active_tools) or self.has_tool_history,
         )
 
