@@ -7,8 +7,12 @@ the variant that it can launch. Used at small sizes with emulated threads, at fu
 from dataclasses import dataclass
 
 import numpy as np
+from numba import get_num_threads
 
+from ginfer.batch import SelectionBatch
+from ginfer.cpu import sampling
 from ginfer.cpu.rope import frequency_axes, inverse_frequencies
+from ginfer.cpu.stage import stage_draws
 from ginfer.cuda.attention.append import append_kernel
 from ginfer.cuda.attention.decode import attention_decode_kernel
 from ginfer.cuda.attention.decode_launch import work_items
@@ -20,8 +24,11 @@ from ginfer.cuda.gdn.conv import PIECE, conv_kernel
 from ginfer.cuda.gdn.step import gdn_step_kernel
 from ginfer.cuda.lib.fragment import fragment_offset, tiles_of
 from ginfer.cuda.norm import rms_norm_kernel
+from ginfer.cuda.sampling.choose import FEW, selection_choose_kernel, selection_top_kernel
+from ginfer.cuda.sampling.keys import selection_keys_kernel, selection_mass_kernel
+from ginfer.cuda.sampling.launch import RESULT, best_ids, draw_records, key_values, logprob
 from ginfer.formats import FORMATS, Layout, row_nbytes
-from ginfer.sizes import div_ceil
+from ginfer.sizes import align_up, div_ceil
 from scripts.pack.codecs import bf16_bits, encode
 from tests.oracles import gdn as gdn_oracle
 from tests.oracles.attention import attention
@@ -332,3 +339,102 @@ def check_gdn(it, convolved, before, out):
         want = gated_rms_norm(o.reshape(-1, 128), it.w, gate, EPS).reshape(end - first, -1)
         GDN_OUTPUT.check(bf16_to_f32(out[first:end]), want, "out")
         GDN_STATE.check(it.state[written], state, "state")
+
+
+@dataclass
+class Selected:
+    """What the kernels left: result records, keys of best ids, counts, tokens of the lanes."""
+
+    results: np.ndarray
+    top: np.ndarray
+    counts: np.ndarray
+    tokens: np.ndarray
+
+
+def run_selection(run, logits, batch, counts, V):
+    """Choose for rows of logits [R, >= V]."""
+    R, S, early = len(logits), align_up(V, 4), run.early
+    draws, counts = draw_records(batch).view(np.uint8), counts.astype(np.uint32)
+    tokens = np.full(len(counts), 77, np.uint32)
+    states = np.zeros(R * 8, np.uint32)
+    raw, adjusted = (np.full((R, S), 0xFFFFFFFF, np.uint32) for _ in range(2))
+    results = np.zeros(R, RESULT).view(np.uint8)
+    num_top = max(batch.num_top, 1)
+    top, few = np.zeros((R, num_top), np.uint64), np.full((R, FEW), 0xFFFFFFFF, np.uint32)
+    bias = [np.append(a, 0).astype(a.dtype) for a in (batch.bias_ids, batch.bias_values)]
+    mask = 0 if batch.mask is None else batch.mask
+    pitch = logits.shape[1] * 4
+    tables = (logits, draws, mask, *bias, counts, V, pitch, 2)
+    run(selection_keys_kernel(early), R * 2, raw, adjusted, states, *tables)
+    run(selection_mass_kernel(early), R * 2, states, raw, S, 2)
+    tables = (adjusted, few, logits, draws, counts, V, S, pitch)
+    run(selection_choose_kernel(early), R, results, tokens, states, *tables)
+    run(selection_top_kernel(early), R, top, raw, S, num_top)
+    return Selected(results.view(RESULT), top, counts, tokens)
+
+
+def check_selection(run, logits, batch, counts, V):
+    """The same choices, log-probabilities and best ids as the CPU image, bit for bit."""
+    R, num_top = len(logits), max(batch.num_top, 1)
+    chosen = sampling.Chosen(
+        np.zeros(R, np.int32),
+        np.zeros(R, np.float32),
+        np.zeros((R, num_top), np.int32),
+        np.zeros((R, num_top), np.float32),
+        np.zeros(R, np.bool_),
+    )
+    draws, own = stage_draws(batch), counts.astype(np.int32)
+    scratch = sampling.make_scratch(get_num_threads(), V)
+    sampling.select_rows(chosen, logits, draws, own, scratch)
+    got = run_selection(run, logits, batch, counts, V)
+    assert (got.results["sound"] == chosen.finite).all()
+    for r in np.flatnonzero(chosen.finite):
+        result = got.results[r]
+        assert result["token"] == chosen.token_ids[r], r
+        best = key_values(result["best"])[()]
+        assert logprob(result["logit"], best, int(result["mass"])) == chosen.logprobs[r]
+        ids, values = best_ids(got.top[r])
+        ids, values = ids.tolist(), [logprob(v, best, int(result["mass"])) for v in values]
+        rest = [-1] * (num_top - len(ids)), [-np.inf] * (num_top - len(ids))
+        assert [*ids, *rest[0]] == chosen.top_ids[r].tolist()
+        assert [*values, *rest[1]] == chosen.top_logprobs[r].tolist()
+    np.add.at(own, (draws.rows[chosen.finite], chosen.token_ids[chosen.finite]), 1)
+    assert (got.counts == own).all()
+    want = np.full(len(counts), 77)
+    want[draws.rows[chosen.finite]] = chosen.token_ids[chosen.finite]
+    assert (got.tokens == want).all()
+
+
+def random_draws(seed, V, R, *, masked=True):
+    """Rows with every mixture of options, ties among the logits, and a row that is not finite."""
+    rng = np.random.default_rng(seed)
+    logits = (rng.standard_normal((R, V + 9)) * 4).astype(np.float32)
+    logits[:, ::3] = np.round(logits[:, ::3])  # ties, also of zeros with both signs
+    logits[0, :] = np.round(logits[0])
+    pick = lambda *values: rng.choice(values, R)  # noqa: E731
+    bias = rng.integers(0, 4, R)
+    indptr = np.cumsum([0, *bias]).astype(np.int32)
+    ids = np.concatenate([rng.permutation(V)[:n] for n in bias]).astype(np.int32)
+    mask = rng.integers(0, 1 << 32, (R, div_ceil(V, 32)), np.uint32) if masked else None
+    if masked:
+        mask[-1] = 0
+    batch = SelectionBatch(
+        columns=np.arange(R, dtype=np.int32),
+        rows=rng.permutation(R).astype(np.int32),
+        temperature=pick(0.0, 0.3, 1.0, 2.0).astype(np.float32),
+        top_k=pick(0, 1, 5, 20, V).astype(np.int32),
+        top_p=pick(1.0, 0.9, 0.3, 0.0).astype(np.float32),
+        min_p=pick(0.0, 0.05, 1.0).astype(np.float32),
+        presence=pick(0.0, 1.5).astype(np.float32),
+        frequency=pick(0.0, -0.7).astype(np.float32),
+        seeds=rng.integers(0, 1 << 64, R, np.uint64, endpoint=False),
+        positions=rng.integers(0, 300_000, R).astype(np.int32),
+        purposes=pick(0, 1, 4).astype(np.int32),
+        forced=pick(-1, -1, -1, 3).astype(np.int32),
+        bias_indptr=indptr,
+        bias_ids=ids,
+        bias_values=(rng.standard_normal(len(ids)) * 5).astype(np.float32),
+        mask=mask,
+        num_top=int(rng.integers(1, 6)),
+    )
+    return logits, batch, rng.integers(0, 3, (R, V))

@@ -145,6 +145,16 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
             st_shared_u16(uint32(to + uint32(2)), bf16_from_f32(high))
 
     @cuda.jit(device=True, inline="always")
+    def add_step(c, weights, values, row, first, step, lane):
+        """Sixteen tokens. Steps are spelt out, for a loop too long to unroll keeps its sums in
+        local memory."""
+        a = row_fragment(weights, row, uint32(step), 0, lane)
+        for n in range(4):
+            b = value_pair(values, step, uint32(first + uint32(16 * n)), lane)
+            mma_add(c, 8 * n, a, b[0], b[1])
+            mma_add(c, 8 * n + 4, a, b[2], b[3])
+
+    @cuda.jit(device=True, inline="always")
     def add_values(c, base, values, warp, lane):
         """c = c * decay of the rows + weights times the warp's quarter of the dims."""
         row = uint32((warp & uint32(3)) * uint32(16))
@@ -155,31 +165,40 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
             c[4 * n + 1] = c[4 * n + 1] * low
             c[4 * n + 2] = c[4 * n + 2] * high
             c[4 * n + 3] = c[4 * n + 3] * high
+        weights = uint32(base + uint32(weight_at))
         first = uint32((warp >> uint32(2)) * uint32(64))
-        for step in range(TILE // 16):
-            a = row_fragment(uint32(base + uint32(weight_at)), row, uint32(step), 0, lane)
-            for n in range(4):
-                b = value_pair(values, step, uint32(first + uint32(16 * n)), lane)
-                mma_add(c, 8 * n, a, b[0], b[1])
-                mma_add(c, 8 * n + 4, a, b[2], b[3])
+        add_step(c, weights, values, row, first, 0, lane)
+        add_step(c, weights, values, row, first, 1, lane)
+        add_step(c, weights, values, row, first, 2, lane)
+        add_step(c, weights, values, row, first, 3, lane)
 
     @cuda.jit(device=True, inline="always")
-    def merge(total, c, base, warp, lane):
-        """total = total * left + c * right for the warp's rows; c = 0."""
-        row = uint32((warp & uint32(3)) * uint32(16) + (lane >> uint32(2)))
-        for half in range(2):
-            word = uint32(base + (row + uint32(8 * half)) * uint32(4))
-            old, m = (
-                ld_shared_f32(uint32(word + uint32(top_at))),
-                ld_shared_f32(uint32(word + uint32(m_at))),
-            )
-            top = max(old, m)
-            left, right = exp2_approx(old - top), exp2_approx(m - top)
-            for n in range(8):
-                for i in range(2):
-                    p = 4 * n + 2 * half + i
-                    total[p] = fma_f32(total[p], left, c[p] * right)
-                    c[p] = float32(0.0)
+    def merge_four(total, c, p, left, right):
+        """Two pairs of dims. Spelt out, for the reason of `add_step`."""
+        total[p] = fma_f32(total[p], left, c[p] * right)
+        total[p + 1] = fma_f32(total[p + 1], left, c[p + 1] * right)
+        total[p + 4] = fma_f32(total[p + 4], left, c[p + 4] * right)
+        total[p + 5] = fma_f32(total[p + 5], left, c[p + 5] * right)
+        c[p], c[p + 1], c[p + 4], c[p + 5] = (
+            float32(0.0),
+            float32(0.0),
+            float32(0.0),
+            float32(0.0),
+        )
+
+    @cuda.jit(device=True, inline="always")
+    def merge(total, c, half, base, warp, lane):
+        """total = total * left + c * right for rows g (half 0) or g + 8 of the warp; c = 0."""
+        row = uint32((warp & uint32(3)) * uint32(16) + (lane >> uint32(2)) + uint32(8 * half))
+        word = uint32(base + row * uint32(4))
+        old = ld_shared_f32(uint32(word + uint32(top_at)))
+        m = ld_shared_f32(uint32(word + uint32(m_at)))
+        top = max(old, m)
+        left, right = exp2_approx(old - top), exp2_approx(m - top)
+        merge_four(total, c, 2 * half, left, right)
+        merge_four(total, c, 8 + 2 * half, left, right)
+        merge_four(total, c, 16 + 2 * half, left, right)
+        merge_four(total, c, 24 + 2 * half, left, right)
 
     @cuda.jit(device=True, inline="always")
     def merge_stats(base, thread):
@@ -202,22 +221,24 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
             st_shared_f32(uint32(word + uint32(l_at)), float32(0.0))
 
     @cuda.jit(device=True, inline="always")
-    def finish(total, base, out, x, gate, widths, count, warp, lane):
-        """out = total / sum * sigmoid(gate)."""
-        row = uint32((warp & uint32(3)) * uint32(16) + (lane >> uint32(2)))
-        dim = uint32((warp >> uint32(2)) * uint32(64) + (lane & uint32(3)) * uint32(2))
-        for half in range(2):
-            r = uint32(row + uint32(8 * half))
-            if r < count:
-                word = uint32(base + uint32(all_at) + r * uint32(4))
-                inv = float32(1.0) / ld_shared_f32(word)
-                for n in range(8):
-                    at = int64(dim + uint32(8 * n)) * 2
-                    pair = ld_global_u32(x + gate + int64(r) * widths[0] + at)
-                    p = 4 * n + 2 * half
-                    low = total[p] * inv * sigmoid(low_f32(pair))
-                    high = total[p + 1] * inv * sigmoid(high_f32(pair))
-                    st_global_u32(out + int64(r) * widths[1] + at, pack_bf16(low, high))
+    def finish_two(total, p, out, gate, at, inv):
+        """A pair of dims of a row: out = total / sum * sigmoid(gate)."""
+        pair = ld_global_u32(gate + at)
+        low = total[p] * inv * sigmoid(low_f32(pair))
+        high = total[p + 1] * inv * sigmoid(high_f32(pair))
+        st_global_u32(out + at, pack_bf16(low, high))
+
+    @cuda.jit(device=True, inline="always")
+    def finish(total, half, base, out, gate, widths, count, warp, lane):
+        """Rows g (half 0) or g + 8 (half 1) of the warp."""
+        r = uint32((warp & uint32(3)) * uint32(16) + (lane >> uint32(2)) + uint32(8 * half))
+        if r < count:
+            inv = float32(1.0) / ld_shared_f32(uint32(base + uint32(all_at) + r * uint32(4)))
+            dim = uint32((warp >> uint32(2)) * uint32(64) + (lane & uint32(3)) * uint32(2))
+            gate, out = gate + int64(r) * widths[0], out + int64(r) * widths[1]
+            for n in range(8):
+                at = int64(dim + uint32(8 * n)) * 2
+                finish_two(total, 4 * n + 2 * half, out, gate, at, inv)
 
     @cuda.jit(device=True, inline="always")
     def fetch(i, ring, table, kv, plane, value, page_nbytes, last, thread):
@@ -282,14 +303,16 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
                 cuda.syncthreads()
                 whole = page % uint32(BLOCK_TILES) == uint32(BLOCK_TILES - 1)
                 if whole or i + uint32(1) == planes:
-                    merge(total, c, base, warp, lane)
+                    merge(total, c, 0, base, warp, lane)
+                    merge(total, c, 1, base, warp, lane)
                     cuda.syncthreads()
                     merge_stats(base, thread)
             i = uint32(i + uint32(1))
         cuda.syncthreads()
         to = out + (int64(t) * int64(H) + int64(h)) * (2 * D)
         widths = (width, int64(H) * (2 * D))
-        finish(total, base, to, x, width // 2, widths, count, warp, lane)
+        finish(total, 0, base, to, x + (width >> 1), widths, count, warp, lane)
+        finish(total, 1, base, to, x + (width >> 1), widths, count, warp, lane)
 
     return Build(attention_prefill, THREADS, ring_at + stages * PLANE_NBYTES + 128)
 

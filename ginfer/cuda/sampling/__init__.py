@@ -1,0 +1,1 @@
+"""Exact selection over the whole vocabulary: keys, masses, choice, best ids."""

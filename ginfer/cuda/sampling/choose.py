@@ -1,0 +1,254 @@
+"""The choice of one id per row: top-k, top-p, min-p and one draw, or the best id; and best ids.
+
+The order is adjusted key descending, ids ascending among equals. top-k cuts at a number, top-p at a
+weight of those that are left, min-p at a weight of one candidate; the draw takes the first
+candidate whose running weight exceeds u times the weight that is kept. With few candidates their
+keys are gathered once and walked from there. One block per row.
+
+Legend as in `sampling.keys`. Oracle: tests.oracles.sampling; the same choices as
+`ginfer.cpu.sampling`.
+"""
+
+from __future__ import annotations
+
+from numba import cuda, float32, int64, uint32
+
+from ginfer.cuda.lib.numeric import follow, row_of_32
+from ginfer.cuda.lib.ptx import (
+    atom_shared_add_u32,
+    first_lane_u32,
+    ld_global_f32,
+    ld_global_u32,
+    ld_global_u64,
+    ld_shared_u64,
+    red_global_add_u32,
+    red_shared_add_u64,
+    shared_address,
+    st_global_u32,
+    st_global_u64,
+    st_shared_u32,
+    st_shared_u64,
+)
+from ginfer.cuda.runtime.jit import Build, kernel
+from ginfer.cuda.sampling.descend import NOTES, SHARED_NBYTES, THREADS, descend, nth_id
+from ginfer.cuda.sampling.exact import mul_shift, uniform_bits, value_of, weight_of
+from ginfer.cuda.sampling.keys import (
+    BAD,
+    BEST_ADJUSTED,
+    BEST_RAW,
+    CUTS,
+    DRAW_NBYTES,
+    FORCED,
+    LEAST,
+    MASS,
+    POSITION,
+    PURPOSE,
+    ROW,
+    SEED,
+    STATE_NBYTES,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
+
+FEW = 4096  # candidates that are gathered
+NO_ID = 0xFFFFFFFF
+# bytes of a row's result: id, whether it is sound, bits of its logit, best raw key, raw mass
+RESULT_NBYTES, ID, SOUND, LOGIT, BEST, TOTAL = 32, 0, 4, 8, 12, 16
+ONE, FRACTION = 1 << 40, (1 << 40) - 1
+
+
+@cuda.jit(device=True, inline="always")
+def gather(shared, few, source, floor, ties, thread):
+    """Keys above the floor, and `ties` of the floor, to `few`, zeros behind them; how many places,
+    a multiple of 4."""
+    keys, S = source
+    counter = uint32(shared + uint32(NOTES + 64))
+    if thread == 0:
+        st_shared_u64(counter, int64(0))
+    i = thread
+    while i < uint32(FEW):
+        st_global_u32(row_of_32(few, i), uint32(0))
+        i = uint32(i + uint32(THREADS))
+    cuda.syncthreads()
+    i = thread
+    while i < S:
+        key = ld_global_u32(row_of_32(keys, i))
+        if key > floor:
+            st_global_u32(row_of_32(few, atom_shared_add_u32(counter, uint32(1))), key)
+        i = uint32(i + uint32(THREADS))
+    i = thread
+    while i < ties:
+        st_global_u32(row_of_32(few, atom_shared_add_u32(counter, uint32(1))), floor)
+        i = uint32(i + uint32(THREADS))
+    cuda.syncthreads()
+    n = uint32(ld_shared_u64(counter))
+    cuda.syncthreads()
+    return uint32((n + uint32(3)) & uint32(0xFFFFFFFC))
+
+
+@cuda.jit(device=True, inline="always")
+def masses(shared, source, floor, ties, least, scale, thread):
+    """Weight of all candidates, and of those that weigh at least `least`."""
+    keys, S = source
+    at = uint32(shared + uint32(NOTES + 64))
+    if thread < uint32(2):
+        st_shared_u64(uint32(at + thread * uint32(8)), int64(0))
+    cuda.syncthreads()
+    total, heavy = int64(0), int64(0)
+    i = thread
+    while i < S:
+        key = ld_global_u32(row_of_32(keys, i))
+        if key > floor:
+            weight = weight_of(key, scale[0], scale[1])
+            total += weight
+            if weight >= least:
+                heavy += weight
+        i = uint32(i + uint32(THREADS))
+    if thread == 0 and ties > uint32(0):
+        weight = weight_of(floor, scale[0], scale[1])
+        total += weight * int64(ties)
+        if weight >= least:
+            heavy += weight * int64(ties)
+    red_shared_add_u64(at, total)
+    red_shared_add_u64(uint32(at + uint32(8)), heavy)
+    cuda.syncthreads()
+    total, heavy = ld_shared_u64(at), ld_shared_u64(uint32(at + uint32(8)))
+    cuda.syncthreads()
+    return total, heavy
+
+
+@cuda.jit(device=True, inline="always")
+def draw_key(shared, source, few, draw, best, thread):
+    """(key, rank among its equals from 1) of the drawn candidate.
+
+    Three descents, of which only the last always happens: to the end of the top-k, to the end of
+    the top-p, to the draw.
+    """
+    scale = (value_of(best), ld_global_f32(draw + TEMPERATURE))
+    top_k, least = int64(ld_global_u32(draw + TOP_K)), ld_global_u64(draw + LEAST)
+    cuts = ld_global_u32(draw + CUTS)
+    keys, S = source
+    floor, ties, key, rank = uint32(0), uint32(0), uint32(0), int64(0)
+    wanted, kept, heavy = top_k, int64(0), int64(0)
+    step, steps = uint32(0), first_lane_u32(uint32(3))  # no constant: nothing is unrolled
+    while step < steps:
+        if step == uint32(1):
+            kept, heavy = masses(shared, (keys, S), floor, ties, least, scale, thread)
+            wanted = max(
+                mul_shift(ld_global_u64(draw + TOP_P), kept, int64(FRACTION), 40), int64(1)
+            )
+        if step == uint32(2):
+            bits = uniform_bits(
+                ld_global_u64(draw + SEED),
+                ld_global_u32(draw + POSITION),
+                ld_global_u32(draw + PURPOSE),
+            )
+            wanted = mul_shift(bits, min(kept, heavy), int64(0), 24) + int64(1)
+        if step == uint32(2) or (top_k > int64(0) if step == uint32(0) else cuts != uint32(0)):
+            weighted = step != uint32(0)
+            key, mass, above, same = descend(
+                shared, (keys, S), floor, ties, wanted, scale, weighted, thread
+            )
+            if weighted and key != uint32(0):
+                weight = weight_of(key, scale[0], scale[1])
+                rank = (wanted - mass + weight - int64(1)) // weight
+                if step == uint32(1):
+                    kept = mass + min(rank, same) * weight
+            elif key != uint32(0):
+                floor, ties = key, uint32(top_k - above)
+                if top_k <= int64(FEW):
+                    S = gather(shared, few, (keys, S), floor, ties, thread)
+                    keys, floor, ties = few, uint32(0), uint32(0)
+        step = uint32(step + uint32(1))
+    return key, uint32(rank)
+
+
+@kernel(*(int64,) * 8, *(uint32,) * 3)
+def selection_choose_kernel(early: int):  # type: ignore[no-untyped-def]
+    """Arguments results, tokens, states, adjusted, few, logits, draws, counts, V, S, bytes of a row
+    of logits.
+
+    results: [R] records. tokens: [lanes] u32, the chosen id of each lane, left alone when the row
+    is not sound. few: [R][FEW] u32 scratch. counts: [lanes][V] u32, one is added for a sound row.
+    """
+    start, shared_words = follow(early), SHARED_NBYTES // 8
+
+    @cuda.jit(launch_bounds=THREADS)
+    def selection_choose(
+        results, tokens, states, adjusted, few, logits, draws, counts, V, S, logits_nbytes
+    ):
+        shared = shared_address(cuda.shared.array(shared_words, int64))
+        start()
+        row, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        draw, state = draws + int64(row) * DRAW_NBYTES, states + int64(row) * STATE_NBYTES
+        source = (adjusted + int64(row) * int64(S) * 4, S)
+        few += int64(row) * (FEW * 4)
+        best = ld_global_u32(state + BEST_ADJUSTED)
+        sound = ld_global_u32(state + BAD) == uint32(0)
+        sound = sound and ld_global_u32(state + BEST_RAW) != uint32(0)
+        token = ld_global_u32(draw + FORCED)
+        if sound and token == uint32(NO_ID):
+            key, rank = best, uint32(1)
+            if ld_global_f32(draw + TEMPERATURE) != float32(0.0):
+                key, rank = draw_key(shared, source, few, draw, best, thread)
+            token = nth_id(shared, source, key, rank, thread)
+        if thread == 0:
+            if token == uint32(NO_ID):
+                token = uint32(0)
+            to = results + int64(row) * RESULT_NBYTES
+            st_global_u32(to + ID, token)
+            st_global_u32(to + SOUND, uint32(1) if sound else uint32(0))
+            at = logits + int64(row) * int64(logits_nbytes) + int64(token) * 4
+            st_global_u32(to + LOGIT, ld_global_u32(at))
+            st_global_u32(to + BEST, ld_global_u32(state + BEST_RAW))
+            st_global_u64(to + TOTAL, ld_global_u64(state + MASS))
+            if sound:
+                lane = ld_global_u32(draw + ROW)
+                at = counts + (int64(lane) * int64(V) + int64(token)) * 4
+                red_global_add_u32(at, uint32(1))
+                st_global_u32(row_of_32(tokens, lane), token)
+
+    return Build(selection_choose, THREADS)
+
+
+@kernel(int64, int64, uint32, uint32)
+def selection_top_kernel(early: int):  # type: ignore[no-untyped-def]
+    """Arguments top, raw, S, n. top: [R][n] u64, the n best ids in any order, each key << 32 | id;
+    0 where fewer are legal. Among equals the lowest ids are taken."""
+    start, shared_words = follow(early), SHARED_NBYTES // 8
+
+    @cuda.jit(launch_bounds=THREADS)
+    def selection_top(top, raw, S, n):
+        shared = shared_address(cuda.shared.array(shared_words, int64))
+        start()
+        row, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        source = (raw + int64(row) * int64(S) * 4, S)
+        top += int64(row) * int64(n) * 8
+        scale = (float32(0.0), float32(1.0))
+        counter = uint32(shared + uint32(NOTES + 64))
+        i = thread
+        while i < n:
+            st_global_u64(top + int64(i) * 8, int64(0))
+            i = uint32(i + uint32(THREADS))
+        floor, _, above, _ = descend(
+            shared, source, uint32(0), uint32(0), int64(n), scale, 0, thread
+        )
+        if thread == 0:
+            st_shared_u32(counter, uint32(0))
+        cuda.syncthreads()
+        i = thread
+        while i < S:
+            key = ld_global_u32(row_of_32(source[0], i))
+            if key > floor:
+                at = top + int64(atom_shared_add_u32(counter, uint32(1))) * 8
+                st_global_u64(at, (int64(key) << int64(32)) | int64(i))
+            i = uint32(i + uint32(THREADS))
+        if floor != uint32(0):
+            for k in range(uint32(uint32(n) - uint32(above))):
+                token = nth_id(shared, source, floor, uint32(k + 1), thread)
+                if thread == 0:
+                    at = top + (above + int64(k)) * 8
+                    st_global_u64(at, (int64(floor) << int64(32)) | int64(token))
+
+    return Build(selection_top, THREADS)

@@ -1,0 +1,181 @@
+"""First pass of selection: legal ids as keys, raw and adjusted, and the mass of the raw ones.
+
+adjusted = logit + bias - presence (if generated) - frequency * times generated. Many blocks per
+row; what they find of a row meets in its state: best keys, whether a logit is not finite, and the
+sum of the weights of the raw logits at temperature 1.
+
+Legend: R rows, V legal ids, S places of a row of keys (V rounded up to 4; the last ones hold 0).
+Oracle: tests.oracles.sampling; the same numbers as `ginfer.cpu.sampling`.
+"""
+
+from __future__ import annotations
+
+from numba import cuda, float32, int64, uint32
+
+from ginfer.cuda.lib.numeric import follow
+from ginfer.cuda.lib.ptx import (
+    add_rn_f32,
+    bits_from_f32,
+    div_u32,
+    ld_global_f32,
+    ld_global_u32,
+    ld_shared_u32,
+    ld_shared_u64,
+    mul_rn_f32,
+    red_global_add_u64,
+    red_global_max_u32,
+    red_shared_add_u64,
+    red_shared_max_u32,
+    shared_address,
+    st_global_u32,
+    st_shared_u32,
+    st_shared_u64,
+)
+from ginfer.cuda.runtime.jit import Build, kernel
+from ginfer.cuda.sampling.exact import key_of, value_of, weight_of
+
+THREADS = 256
+# bytes of a row's record, see `ginfer.cuda.sampling.launch.DRAW`
+DRAW_NBYTES, ROW, TOP_K, TEMPERATURE, PRESENCE, FREQUENCY, FORCED = 80, 0, 4, 8, 12, 16, 20
+POSITION, PURPOSE, SEED, TOP_P, LEAST, CUTS, BIAS = 24, 28, 32, 40, 48, 56, 60
+# and of its state: best keys, a flag, the mass
+STATE_NBYTES, BEST_RAW, BEST_ADJUSTED, BAD, MASS = 32, 0, 4, 8, 16
+
+
+@kernel(*(int64,) * 9, *(uint32,) * 3)
+def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
+    """Arguments raw, adjusted, states, logits, draws, mask, bias_ids, bias_values, counts, V,
+    bytes of a row of logits, blocks of a row.
+
+    raw, adjusted: [R][S] u32. states: zeroed. mask: [R][ceil(V / 32)] u32 or 0. counts: [lanes][V]
+    u32. draws: records whose bias is a range of bias_ids and bias_values.
+    """
+    start = follow(early)
+
+    @cuda.jit(device=True, inline="always")
+    def raw_of(logits, mask, i):
+        """(key or 0, whether the logit is not finite) of an id."""
+        x = ld_global_f32(logits + int64(i) * 4)
+        bits = bits_from_f32(x)
+        if bits & uint32(0x7F800000) == uint32(0x7F800000):
+            return uint32(0), uint32(1)
+        if mask != 0:
+            word = ld_global_u32(mask + int64(i >> uint32(5)) * 4)
+            if (word >> (i & uint32(31))) & uint32(1) == uint32(0):
+                return uint32(0), uint32(0)
+        return key_of(x), uint32(0)
+
+    @cuda.jit(device=True, inline="always")
+    def adjust(value, draw, counts, i):
+        """The key of a value less the penalties of its id."""
+        presence, frequency = ld_global_f32(draw + PRESENCE), ld_global_f32(draw + FREQUENCY)
+        if presence != float32(0.0) or frequency != float32(0.0):
+            n = ld_global_u32(counts + int64(i) * 4)
+            if n > uint32(0):
+                value = add_rn_f32(value, -presence)
+                value = add_rn_f32(value, -mul_rn_f32(frequency, float32(n)))
+        return key_of(value)
+
+    @cuda.jit(launch_bounds=THREADS)
+    def selection_keys(
+        raw,
+        adjusted,
+        states,
+        logits,
+        draws,
+        mask,
+        bias_ids,
+        bias_values,
+        counts,
+        V,
+        logits_nbytes,
+        blocks,
+    ):
+        found = shared_address(cuda.shared.array(4, uint32))
+        start()
+        row = div_u32(uint32(cuda.blockIdx.x), blocks)
+        block, thread = uint32(uint32(cuda.blockIdx.x) - row * blocks), uint32(cuda.threadIdx.x)
+        if thread < uint32(4):
+            st_shared_u32(uint32(found + thread * uint32(4)), uint32(0))
+        cuda.syncthreads()
+        S = uint32((V + uint32(3)) & uint32(0xFFFFFFFC))
+        share = div_u32(uint32(S + blocks - uint32(1)), blocks)
+        first, stop = uint32(block * share), min(uint32((block + uint32(1)) * share), S)
+        draw, state = draws + int64(row) * DRAW_NBYTES, states + int64(row) * STATE_NBYTES
+        logits += int64(row) * int64(logits_nbytes)
+        counts += int64(ld_global_u32(draw + ROW)) * int64(V) * 4
+        raw += int64(row) * int64(S) * 4
+        adjusted += int64(row) * int64(S) * 4
+        if mask != 0:
+            mask += int64(row) * int64((V + uint32(31)) >> uint32(5)) * 4
+        best, bad = uint32(0), uint32(0)
+        i = uint32(first + thread)
+        while i < stop:
+            key, other = uint32(0), uint32(0)
+            if i < V:
+                key, wrong = raw_of(logits, mask, i)
+                bad |= wrong
+                best = max(best, key)
+                if key != uint32(0):
+                    other = adjust(value_of(key), draw, counts, i)
+            st_global_u32(raw + int64(i) * 4, key)
+            st_global_u32(adjusted + int64(i) * 4, other)
+            i = uint32(i + uint32(THREADS))
+        cuda.syncthreads()
+        b = uint32(ld_global_u32(draw + BIAS) + thread)
+        while b < ld_global_u32(draw + BIAS + 4):
+            i = uint32(ld_global_u32(bias_ids + int64(b) * 4))
+            if i >= first and i < min(stop, V):
+                key = ld_global_u32(raw + int64(i) * 4)
+                if key != uint32(0):
+                    value = add_rn_f32(value_of(key), ld_global_f32(bias_values + int64(b) * 4))
+                    st_global_u32(adjusted + int64(i) * 4, adjust(value, draw, counts, i))
+            b = uint32(b + uint32(THREADS))
+        cuda.syncthreads()
+        top = uint32(0)
+        i = uint32(first + thread)
+        while i < stop:
+            top = max(top, ld_global_u32(adjusted + int64(i) * 4))
+            i = uint32(i + uint32(THREADS))
+        red_shared_max_u32(found, best)
+        red_shared_max_u32(uint32(found + uint32(4)), top)
+        red_shared_max_u32(uint32(found + uint32(8)), bad)
+        cuda.syncthreads()
+        if thread < uint32(3):
+            word = ld_shared_u32(uint32(found + thread * uint32(4)))
+            red_global_max_u32(state + int64(thread) * 4, word)
+
+    return Build(selection_keys, THREADS)
+
+
+@kernel(int64, int64, *(uint32,) * 2)
+def selection_mass_kernel(early: int):  # type: ignore[no-untyped-def]
+    """Arguments states, raw, S, blocks of a row. Adds the weights of the raw keys at temperature 1
+    to the masses."""
+    start = follow(early)
+
+    @cuda.jit(launch_bounds=THREADS)
+    def selection_mass(states, raw, S, blocks):
+        total = shared_address(cuda.shared.array(1, int64))
+        start()
+        row = div_u32(uint32(cuda.blockIdx.x), blocks)
+        block, thread = uint32(uint32(cuda.blockIdx.x) - row * blocks), uint32(cuda.threadIdx.x)
+        if thread == 0:
+            st_shared_u64(total, int64(0))
+        cuda.syncthreads()
+        state = states + int64(row) * STATE_NBYTES
+        best = value_of(ld_global_u32(state + BEST_RAW))
+        raw += int64(row) * int64(S) * 4
+        mass = int64(0)
+        i = uint32(block * uint32(THREADS) + thread)
+        while i < S:
+            key = ld_global_u32(raw + int64(i) * 4)
+            if key != uint32(0):
+                mass += weight_of(key, best, float32(1.0))
+            i = uint32(i + blocks * uint32(THREADS))
+        red_shared_add_u64(total, mass)
+        cuda.syncthreads()
+        if thread == 0:
+            red_global_add_u64(state + MASS, ld_shared_u64(total))
+
+    return Build(selection_mass, THREADS)

@@ -1,0 +1,186 @@
+"""Selection: host records of draws and results, which kernels an image holds, the launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ginfer.cuda.runtime.memory import Slice, set_bytes
+from ginfer.cuda.runtime.queue import starts_early
+from ginfer.cuda.sampling.choose import FEW, selection_choose_kernel, selection_top_kernel
+from ginfer.cuda.sampling.keys import STATE_NBYTES, selection_keys_kernel, selection_mass_kernel
+from ginfer.sizes import align_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from ginfer.batch import SelectionBatch
+    from ginfer.cuda.runtime.jit import Kernel
+    from ginfer.cuda.runtime.queue import Queue
+
+BLOCKS = 32  # of a row in the first passes
+UNIT = 2.0**40
+DRAW = np.dtype(  # as `sampling.keys` reads it
+    [
+        ("row", "<i4"),
+        ("top_k", "<i4"),
+        ("temperature", "<f4"),
+        ("presence", "<f4"),
+        ("frequency", "<f4"),
+        ("forced", "<i4"),
+        ("position", "<i4"),
+        ("purpose", "<i4"),
+        ("seed", "<u8"),
+        ("top_p", "<u8"),
+        ("least", "<u8"),
+        ("cuts", "<u4"),
+        ("bias", "<i4", 2),
+        ("rest", "<i4", 3),
+    ]
+)
+RESULT = np.dtype(  # as `sampling.choose` writes it
+    [
+        ("token", "<i4"),
+        ("sound", "<u4"),
+        ("logit", "<f4"),
+        ("best", "<u4"),
+        ("mass", "<u8"),
+        ("rest", "<u8"),
+    ]
+)
+
+
+def draw_records(s: SelectionBatch) -> NDArray[Any]:
+    """One record per selected column. Fractions become integers in units of 2^-40 here, where
+    float64 is at hand."""
+    records = np.zeros(len(s.columns), DRAW)
+    for field, values in (
+        ("row", s.rows),
+        ("top_k", s.top_k),
+        ("temperature", s.temperature),
+        ("presence", s.presence),
+        ("frequency", s.frequency),
+        ("forced", s.forced),
+        ("position", s.positions),
+        ("purpose", s.purposes),
+        ("seed", s.seeds),
+    ):
+        records[field] = values
+    for i, (top_p, min_p) in enumerate(zip(s.top_p.tolist(), s.min_p.tolist())):
+        records["top_p"][i] = int(min(top_p, 1.0) * UNIT + 0.5)
+        records["least"][i] = math.ceil(min_p * UNIT)
+        records["cuts"][i] = top_p < 1
+    records["bias"] = np.stack([s.bias_indptr[:-1], s.bias_indptr[1:]], 1)
+    return records
+
+
+def key_values(keys: NDArray[np.uint32]) -> NDArray[np.float32]:
+    """The values of keys, as `sampling.exact.value_of`."""
+    keys = keys.astype(np.uint32)
+    high = keys >> np.uint32(31) == 1
+    bits = np.where(high, keys ^ np.uint32(0x80000000), keys ^ np.uint32(0xFFFFFFFF))
+    return bits.astype(np.uint32).view(np.float32)
+
+
+def logprob(value: np.float32, best: np.float32, mass: int) -> np.float32:
+    """Log-softmax of a logit, given the best legal one and the mass of all."""
+    return np.float32(float(value - best) - math.log(mass / UNIT))
+
+
+def best_ids(top: NDArray[np.uint64]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Ids and raw logits of a row of `selection_top`, best first, ties to the lower id."""
+    legal = top[top != 0]
+    keys, ids = (legal >> np.uint64(32)).astype(np.uint32), (legal & np.uint64(0xFFFFFFFF))
+    order = np.lexsort((ids, -keys.astype(np.int64)))
+    return ids[order].astype(np.int32), key_values(keys[order])
+
+
+@dataclass(frozen=True)
+class SelectionScratch:
+    """Device memory of a selection of at most R rows of V ids: keys and what blocks exchange."""
+
+    states: Slice
+    raw: Slice
+    adjusted: Slice
+    few: Slice
+    top: Slice
+
+
+def scratch_nbytes(R: int, V: int, most_top: int) -> dict[str, int]:
+    """Bytes of each part of `SelectionScratch`."""
+    S = align_up(V, 4)
+    return {
+        "states": R * STATE_NBYTES,
+        "raw": R * S * 4,
+        "adjusted": R * S * 4,
+        "few": R * FEW * 4,
+        "top": R * max(most_top, 1) * 8,
+    }
+
+
+@dataclass(frozen=True)
+class SelectionTables:
+    """Device addresses: draws [R] records, mask [R][ceil(V / 32)] or 0, bias ids and values, counts
+    [lanes][V] u32, results [R] records, tokens [lanes] u32."""
+
+    draws: int
+    mask: int
+    bias_ids: int
+    bias_values: int
+    counts: int
+    results: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class SelectionShape:
+    """R rows of V legal ids; bytes of a row of logits; best ids wanted (0: none)."""
+
+    R: int
+    V: int
+    logits_nbytes: int
+    num_top: int = 0
+
+
+def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
+    """The four steps."""
+    early = starts_early(capability)
+    yield selection_keys_kernel(early)
+    yield selection_mass_kernel(early)
+    yield selection_choose_kernel(early)
+    yield selection_top_kernel(early)
+
+
+def select(
+    queue: Queue,
+    logits: int,
+    *,
+    tables: SelectionTables,
+    scratch: SelectionScratch,
+    shape: SelectionShape,
+) -> None:
+    """Choose one id for each of R rows of logits [R] FP32."""
+    t, s, R, S, early = tables, scratch, shape.R, align_up(shape.V, 4), queue.early
+    set_bytes(s.states.part(0, R * STATE_NBYTES), 0, queue.stream)
+    queue.launch(
+        selection_keys_kernel(early),
+        (R * BLOCKS,),
+        *(s.raw.address, s.adjusted.address, s.states.address, logits, t.draws, t.mask),
+        *(t.bias_ids, t.bias_values, t.counts, shape.V, shape.logits_nbytes, BLOCKS),
+    )
+    mass = (s.states.address, s.raw.address, S, BLOCKS)
+    queue.launch(selection_mass_kernel(early), (R * BLOCKS,), *mass)
+    queue.launch(
+        selection_choose_kernel(early),
+        (R,),
+        *(t.results, t.tokens, s.states.address, s.adjusted.address, s.few.address, logits),
+        *(t.draws, t.counts, shape.V, S, shape.logits_nbytes),
+    )
+    if shape.num_top:
+        top = (s.top.address, s.raw.address, S, shape.num_top)
+        queue.launch(selection_top_kernel(early), (R,), *top)
