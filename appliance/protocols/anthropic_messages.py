@@ -15,8 +15,9 @@ from appliance.protocols.fields import check_fields, conflict
 from appliance.protocols.generation import Generation
 from appliance.protocols.messages_blocks import Conversation, SystemPrompt
 from appliance.protocols.messages_fields import FIELDS, OutputConfig, ThinkingWish
-from appliance.protocols.messages_tools import OfferedTools, ToolChoice, check_choice
+from appliance.protocols.messages_tools import OfferedTools, check_choice
 from appliance.protocols.volatile_header import NAME, without_header
+from ginfer.frontend.grammar import ToolChoice
 from ginfer.prompt import ContentPart, Message, PromptOptions
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def parse_request(
         texts, stripped = without_header(texts)
     wish: ThinkingWish = values.get("thinking", ThinkingWish())
     offered: OfferedTools = values.get("tools", OfferedTools())
+    choice: ToolChoice = values.get("tool_choice", ToolChoice())
+    check_choice(choice, offered)
     history = _with_thinking(conversation, signer)
     messages, cleared = _clear_thinking(history, values.get("context_management"))
     return MessagesRequest(
@@ -63,7 +66,12 @@ def parse_request(
         options=prompt_options(values, defaults),
         max_tokens=values.get("max_tokens", defaults.max_tokens),
         tools=offered.tools,
-        tool_choice=_tool_choice(values.get("tool_choice", ToolChoice()), offered),
+        tool_choice=choice.mode,
+        named_tool=choice.name,
+        parallel_tool_calls=choice.parallel,
+        schema=values.get("output_config", OutputConfig()).schema,
+        schema_path="output_config.format.schema",
+        tool_schema_path="tools.{}.input_schema",
         sampling=own.over(defaults.sampling),
         stop=values.get("stop_sequences", ()),
         thinking_budget=wish.budget,
@@ -101,19 +109,6 @@ def _system_message(texts: tuple[str, ...]) -> tuple[Message, ...]:
     if not any(texts):
         return ()
     return (Message(role="system", content=(ContentPart(kind="text", text="\n".join(texts)),)),)
-
-
-def _tool_choice(choice: ToolChoice, offered: OfferedTools) -> str:
-    """The choice as `Generation` names it."""
-    check_choice(choice, offered)
-    if choice.kind not in ("auto", "none"):
-        why = "only auto and none are supported; a call cannot be forced"
-        raise checks.refused("tool_choice.type", why, code="tool_choice_not_supported")
-    if not choice.parallel:
-        why = "the number of calls cannot be limited; leave it out"
-        path = "tool_choice.disable_parallel_tool_use"
-        raise checks.refused(path, why, code="parallel_tool_calls_not_supported")
-    return choice.kind
 
 
 def _unheeded(values: dict[str, Any]) -> list[str]:

@@ -45,9 +45,10 @@ class ThinkingWish:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """effort: level of reasoning, None = not given."""
+    """effort: level of reasoning. schema: JSON schema of the answer. None = not given."""
 
     effort: str | None = None
+    schema: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +95,21 @@ def _output_config(value: Any, path: str) -> OutputConfig:
         if name not in ("effort", "format"):
             why = "not supported; remove it"
             raise checks.refused(f"{path}.{name}", why, code="output_config_option_not_supported")
+    effort = schema = None
     if "format" in found:
-        why = "a schema cannot be enforced; remove it"
-        raise checks.refused(f"{path}.format", why, code="output_config_option_not_supported")
-    effort = None
+        schema = _format(found["format"], f"{path}.format")
     if "effort" in found:
         effort = checks.one_of(
             found["effort"], f"{path}.effort", EFFORTS, code="reasoning_effort_not_supported"
         )
-    return OutputConfig(effort=effort)
+    return OutputConfig(effort=effort, schema=schema)
+
+
+def _format(value: Any, path: str) -> dict[str, Any]:
+    found = checks.members(value, path, ("type", "schema"))
+    checks.one_of(checks.required(found, path, "type"), f"{path}.type", ("json_schema",))
+    schema = checks.mapping(checks.required(found, path, "schema"), f"{path}.schema")
+    return checks.shallow(schema, f"{path}.schema")
 
 
 def _context_management(value: Any, path: str) -> ClearThinking | None:
@@ -196,7 +203,8 @@ FIELDS: dict[str, Field] = {
         Verdict.OBEYED,
         _output_config,
         "effort: low, medium, high, xhigh, max, as in Chat Completions; thinking disabled wins; "
-        "other members are refused: `output_config_option_not_supported`",
+        "format: `json_schema`, which the answer matches, unless it is calls; other members are "
+        "refused: `output_config_option_not_supported`",
     ),
     "context_management": Field(
         Verdict.OBEYED,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from appliance.protocols import checks
+from ginfer.frontend.grammar import ToolChoice
 from ginfer.prompt import Tool
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ TOOL_MEMBERS = (
 )
 # tools that Anthropic's servers would run; the model simply does not see them
 HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
-CHOICES = ("auto", "any", "none", "tool")
+MODES = {"auto": "auto", "any": "required", "none": "none", "tool": "named"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +33,6 @@ class OfferedTools:
     hosted: Mapping[str, str] = field(default_factory=dict)
     unstreamed: frozenset[str] = frozenset()
     cached: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ToolChoice:
-    """kind: auto, any, none or tool (the one called `name`). parallel: more than one call is
-    fine."""
-
-    kind: str = "auto"
-    name: str | None = None
-    parallel: bool = True
 
 
 def parse_cache_control(value: Any, path: str) -> None:
@@ -104,14 +95,12 @@ def _tool(value: dict[str, Any], path: str, name: str) -> Tool:
             checks.shallow(checks.mapping(example, where), where)
         function["input_examples"] = examples
     wire = {"type": "function", "function": function}
-    return Tool(name=name, parameters=schema, wire=wire)
+    strict = checks.boolean(found.get("strict", False), f"{path}.strict")
+    return Tool(name=name, parameters=schema, wire=wire, strict=strict)
 
 
 def _check_options(found: dict[str, Any], path: str) -> None:
     """Switches of a tool; most have one position here."""
-    if checks.boolean(found.get("strict", False), f"{path}.strict"):
-        why = "arguments cannot be forced to the schema; leave strict out or set it to false"
-        raise checks.refused(f"{path}.strict", why, code="strict_tools_not_supported")
     if "eager_input_streaming" in found:
         checks.boolean(found["eager_input_streaming"], f"{path}.eager_input_streaming")
     if checks.boolean(found.get("defer_loading", False), f"{path}.defer_loading"):
@@ -126,7 +115,7 @@ def _check_options(found: dict[str, Any], path: str) -> None:
 def parse_tool_choice(value: Any, path: str = "tool_choice") -> ToolChoice:
     """The wish about calls. Raises RequestError with the member's path."""
     kind = checks.one_of(
-        checks.required(checks.mapping(value, path), path, "type"), f"{path}.type", CHOICES
+        checks.required(checks.mapping(value, path), path, "type"), f"{path}.type", MODES
     )
     known = ["type"]
     if kind != "none":
@@ -139,12 +128,12 @@ def parse_tool_choice(value: Any, path: str = "tool_choice") -> ToolChoice:
     name = None
     if kind == "tool":
         name = checks.string(checks.required(found, path, "name"), f"{path}.name")
-    return ToolChoice(kind=kind, name=name, parallel=not single)
+    return ToolChoice(mode=MODES[kind], name=name, parallel=not single)
 
 
 def check_choice(choice: ToolChoice, offered: OfferedTools, path: str = "tool_choice") -> None:
     """Raise RequestError if what is forced is not on offer, or is nothing that could be forced."""
-    if choice.kind in ("auto", "none"):
+    if choice.mode in ("auto", "none"):
         return
     if choice.name is not None and choice.name in offered.hosted:
         why = f"{offered.hosted[choice.name]} does not run here and cannot be forced"
@@ -153,6 +142,7 @@ def check_choice(choice: ToolChoice, offered: OfferedTools, path: str = "tool_ch
         if offered.hosted:
             why = "the hosted tools do not run here and cannot be forced"
             raise checks.refused(f"{path}.type", why, code="hosted_tool_not_supported")
-        raise checks.wrong(f"{path}.type", choice.kind, "tools with it, or 'auto' or 'none'")
-    if choice.kind == "tool" and choice.name not in {tool.name for tool in offered.tools}:
+        kind = "tool" if choice.mode == "named" else "any"
+        raise checks.wrong(f"{path}.type", kind, "tools with it, or 'auto' or 'none'")
+    if choice.mode == "named" and choice.name not in {tool.name for tool in offered.tools}:
         raise checks.wrong(f"{path}.name", choice.name, "the name of one of the tools")

@@ -45,7 +45,9 @@ SAMPLING = [
     ("seed", 2**64 - 1, 2**64 - 1),
 ]
 
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CLEAR = "clear_thinking_20251015"
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 # field, wire value, attribute of MessagesRequest, its value
 KEPT = [
     ("model", "claude-any", "model", "claude-any"),
@@ -68,6 +70,8 @@ KEPT = [
     ("tools", [], "tools", ()),
     ("tool_choice", {"type": "auto"}, "tool_choice", "auto"),
     ("tool_choice", {"type": "none"}, "tool_choice", "none"),
+    ("output_config", {"format": None}, "schema", None),
+    ("output_config", {"format": {"type": "json_schema", "schema": OBJECT}}, "schema", OBJECT),
     ("speed", "standard", "accepted_without_effect", ()),
     ("container", {}, "accepted_without_effect", ()),
     ("mcp_servers", [], "accepted_without_effect", ()),
@@ -161,6 +165,22 @@ MALFORMED = [
         {"output_config": {"effort": "most"}},
         "output_config.effort",
         "reasoning_effort_not_supported",
+    ),
+    (
+        {"output_config": {"format": {"type": "json_object"}}},
+        "output_config.format.type",
+        "invalid_value",
+    ),
+    (
+        {"output_config": {"format": {"type": "json_schema"}}},
+        "output_config.format.schema",
+        "missing_required_parameter",
+    ),
+    ({"tools": [WEATHER | {"strict": "yes"}]}, "tools.0.strict", "invalid_type"),
+    (
+        {"tools": [WEATHER | {"eager_input_streaming": 0}]},
+        "tools.0.eager_input_streaming",
+        "invalid_type",
     ),
     ({"service_tier": "priority"}, "service_tier", "service_tier_not_supported"),
     ({"metadata": {"name": "x"}}, "metadata.name", "unknown_parameter"),
@@ -316,6 +336,49 @@ def test_tools_are_shown_as_functions_in_the_clients_order():
     assert list(tool.wire["function"]) == ["name", "description", "parameters", "input_examples"]
     assert tool.wire["function"]["parameters"] == WEATHER["input_schema"]
     assert tool.parameters == WEATHER["input_schema"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "name", "parallel"),
+    [
+        ({"type": "auto", "disable_parallel_tool_use": True}, "auto", None, False),
+        ({"type": "any"}, "required", None, True),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", None, False),
+        ({"type": "tool", "name": "get_weather"}, "named", "get_weather", True),
+    ],
+)
+def test_a_choice_constrains_the_content(choice, mode, name, parallel):
+    request = parse(tools=[WEATHER], tool_choice=choice)
+    found = (request.tool_choice, request.named_tool, request.parallel_tool_calls)
+    assert found == (mode, name, parallel)
+    engine = request.to_engine_request(PROMPT, "r", PRESET)
+    assert "get_weather" in engine.grammar
+    assert [tool.name for tool in request.active_tools] == ["get_weather"]
+
+
+def test_nothing_constrains_what_nothing_was_asked_of():
+    for fields in ({}, {"tools": [WEATHER]}, {"tools": [WEATHER], "tool_choice": {"type": "none"}}):
+        assert parse(**fields).content_grammar() is None
+    assert parse(tools=[WEATHER | {"strict": True}]).content_grammar() is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {"tools": [WEATHER, WEATHER | {"name": "f", "strict": True, "input_schema": UNIQUE}]},
+            "tools.1.input_schema.properties.a.uniqueItems",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": UNIQUE}}},
+            "output_config.format.schema.properties.a.uniqueItems",
+        ),
+    ],
+)
+def test_a_keyword_that_cannot_be_enforced_is_refused_by_its_path(fields, param):
+    with pytest.raises(UnsupportedError) as caught:
+        parse(**fields).to_engine_request(PROMPT, "r", PRESET)
+    assert caught.value.param == param
 
 
 def test_hosted_tools_that_nothing_forces_are_reported_and_not_shown():

@@ -50,8 +50,8 @@ wire = st.recursive(
 VALID = body(
     max_tokens=9,
     system=[text("s", cache_control=CACHE)],
-    tools=[WEATHER, SEARCH],
-    tool_choice={"type": "auto", "disable_parallel_tool_use": False},
+    tools=[WEATHER | {"strict": True}, SEARCH],
+    tool_choice={"type": "any", "disable_parallel_tool_use": True},
     messages=[
         {"role": "user", "content": [text("a")]},
         {"role": "system", "content": "b"},
@@ -71,7 +71,10 @@ VALID = body(
         },
     ],
     thinking={"type": "enabled", "budget_tokens": 5, "display": "omitted"},
-    output_config={"effort": "low"},
+    output_config={
+        "effort": "low",
+        "format": {"type": "json_schema", "schema": {"type": "object", "properties": {}}},
+    },
     context_management={
         "edits": [
             {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}
@@ -86,11 +89,11 @@ def parse_or_refuse(value):
     """Parse what the server would decode; the outcome is a request, or a RequestError (None)."""
     try:
         request = parse_request(decoded(orjson.dumps(value)), defaults=DEFAULTS, signer=SIGNER)
+        request.to_engine_request(PreparedPrompt(token_ids=None), "r", PRESET)
     except RequestError as caught:
         error = caught
     else:
         assert isinstance(request, MessagesRequest)
-        request.to_engine_request(PreparedPrompt(token_ids=None), "r", PRESET)
         return request
     assert error.status == 400
     assert error.message
