@@ -20,6 +20,7 @@ from appliance.protocols.fields import (
     only,
     template_kwargs,
 )
+from appliance.protocols.responses.formats import check_format
 from appliance.protocols.responses.items import check_input
 from appliance.protocols.responses.tools import parse_choice, parse_tools
 from ginfer.engine.request import MAX_TOP_LOGPROBS
@@ -93,18 +94,13 @@ def _reasoning(value: Any, path: str) -> dict[str, Any]:
 
 
 def _text(value: Any, path: str) -> dict[str, Any]:
-    """The format of the answer, checked as far as its form goes."""
+    """The format of the answer, and the schema that it stands for."""
     found = checks.members(value, path, ("format", "verbosity"))
     if "verbosity" in found:
         why = "the answer's length has no switch"
         only("medium", why, "verbosity_not_supported")(found["verbosity"], f"{path}.verbosity")
-    where = f"{path}.format"
-    kind = checks.mapping(found.get("format", {"type": "text"}), where).get("type")
-    if kind in ("json_object", "json_schema"):
-        why = f"{kind} cannot be enforced; use text"
-        raise checks.refused(where, why, code="structured_outputs_not_supported")
-    checks.members(found.get("format", {}), where, ("type",))
-    checks.one_of(kind, f"{where}.type", ("text",))
+    if "format" in found:
+        found["schema"] = check_format(found["format"], f"{path}.format")
     return found
 
 
@@ -191,7 +187,8 @@ FIELDS: dict[str, Field] = {
     "text": Field(
         Verdict.OBEYED,
         _text,
-        "format only text, else `structured_outputs_not_supported`; verbosity only `medium`",
+        "format text, json_object or json_schema, enforced while generating, `strict` or not; "
+        "verbosity only `medium`",
     ),
     "tools": Field(
         Verdict.OBEYED, parse_tools, "functions, custom tools, namespaces; see Tools below"
@@ -199,10 +196,12 @@ FIELDS: dict[str, Field] = {
     "tool_choice": Field(
         Verdict.OBEYED,
         parse_choice,
-        "`auto`, `none`, allowed_tools with mode auto; `required` and named choices are refused: "
-        "`tool_choice_not_supported`",
+        "`auto`, `none`, `required` (one call or more), a function or custom tool by its name (one "
+        "call of it), allowed_tools",
     ),
-    "parallel_tool_calls": _as_chat("parallel_tool_calls", "only true"),
+    "parallel_tool_calls": Field(
+        Verdict.OBEYED, checks.boolean, "default true; false is at most one call"
+    ),
     "max_tool_calls": Field(
         Verdict.OBEYED,
         integer(1, MAX_TOKENS),

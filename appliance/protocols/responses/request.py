@@ -11,6 +11,7 @@ from appliance.protocols.fields import check_fields, conflict
 from appliance.protocols.generation import Generation
 from appliance.protocols.openai_chat import SAMPLING_FIELDS, prompt_options
 from appliance.protocols.responses.fields import CONTEXTS, FIELDS, LOGPROBS, SEALED
+from appliance.protocols.responses.formats import FORMAT, at_its_tool
 from appliance.protocols.responses.items import resolve
 from appliance.protocols.responses.tools import Choice, ToolSet, chosen
 from appliance.protocols.responses.turns import to_messages
@@ -19,7 +20,7 @@ from ginfer.prompt import ContentPart, Message
 
 if TYPE_CHECKING:
     from appliance.protocols.defaults import ServerDefaults
-    from ginfer.prompt import PromptOptions, Tool
+    from ginfer.prompt import PromptOptions
 
     Item = dict[str, Any]
 
@@ -71,6 +72,14 @@ class ResponsesRequest(Generation):
     seals_reasoning: bool = False
     echo: dict[str, Any] = field(default_factory=dict)
 
+    def content_grammar(self) -> str | None:
+        """What the content must match, None = anything. Raises RequestError naming the member that
+        cannot be enforced."""
+        try:
+            return super().content_grammar()
+        except RequestError as error:
+            raise at_its_tool(error, self.active_tools, self.toolset) from None
+
 
 def parse_request(body: Any, *, defaults: ServerDefaults, memory: Memory) -> ResponsesRequest:
     """Check a decoded body. Raises RequestError (400) whose `param` is the path of the member, as
@@ -84,15 +93,19 @@ def parse_request(body: Any, *, defaults: ServerDefaults, memory: Memory) -> Res
     if "stream_options" in values and not values.get("stream"):
         raise checks.wrong("stream_options", body["stream_options"], "stream: true with it")
     own = SamplingOverrides(**{k: values[k] for k in SAMPLING_FIELDS if k in values})
-    include = values.get("include", frozenset())
-    shown, _named = _callable(tools, choice)
+    include, text = values.get("include", frozenset()), values.get("text", {})
+    shown, named = chosen(tools, choice)
     return ResponsesRequest(
         model=model,
         messages=_messages(values, previous, items),
         options=_options(values, defaults, previous),
         max_tokens=values.get("max_output_tokens", defaults.max_tokens),
         tools=shown,
-        tool_choice=choice.mode,
+        tool_choice=choice.mode if named is None else "named",
+        named_tool=named,
+        parallel_tool_calls=values.get("parallel_tool_calls", True),
+        schema=text.get("schema"),
+        schema_path=f"{FORMAT}.schema",
         sampling=own.over(defaults.sampling),
         logit_bias=values.get("logit_bias", ()),
         logprobs=_logprobs(values, include),
@@ -154,18 +167,6 @@ def _options(
     return replace(options, preserve_thinking=previous.preserve_thinking)
 
 
-def _callable(tools: ToolSet, choice: Choice) -> tuple[tuple[Tool, ...], str | None]:
-    """The tools that may be called. Raises UnsupportedError for what nothing would enforce."""
-    shown, named = chosen(tools, choice)
-    if choice.mode == "required":
-        why = "only 'none' and 'auto' are supported; a call cannot be forced"
-        raise checks.refused("tool_choice", why, code="tool_choice_not_supported")
-    if any(tool.strict for tool in shown):
-        why = "arguments cannot be forced to the schema; leave strict out or set it to false"
-        raise checks.refused("tools", why, code="strict_tools_not_supported")
-    return shown, named
-
-
 def _logprobs(values: dict[str, Any], include: frozenset[str]) -> int | None:
     wanted = int(values.get("top_logprobs", 0))
     if LOGPROBS in include:
@@ -179,12 +180,14 @@ def _unused(values: dict[str, Any], tools: ToolSet, unused: frozenset[str]) -> s
     """Members of fields that are obeyed otherwise, and hosted tools."""
     summaries = ("summary", "generate_summary")
     found = {f"reasoning.{name}" for name in summaries if name in values.get("reasoning", {})}
+    if values.get("text", {}).get("format", {}).get("description"):
+        found.add("text.format.description")
     return found | unused | tools.unused | {f"tools.{kind}" for kind in tools.hosted}
 
 
 def _echo(values: dict[str, Any], tools: ToolSet, choice: Choice) -> dict[str, Any]:
     """Members of the response that repeat the request."""
-    reasoning = values.get("reasoning", {})
+    reasoning, text = values.get("reasoning", {}), values.get("text", {})
     return {
         **{name: values.get(name) for name in ECHOED},
         **{name: values[name] for name in ECHOED_HINTS if name in values},
@@ -194,7 +197,7 @@ def _echo(values: dict[str, Any], tools: ToolSet, choice: Choice) -> dict[str, A
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "service_tier": "default",
         "store": values.get("store", True),
-        "text": {"format": {"type": "text"}, "verbosity": "medium", **values.get("text", {})},
+        "text": {"format": text.get("format", {"type": "text"}), "verbosity": "medium"},
         "tool_choice": choice.echo,
         "tools": list(tools.echo),
         "top_logprobs": values.get("top_logprobs", 0),

@@ -36,6 +36,8 @@ HOSTED = (
 )
 CHOICES = ("none", "auto", "required")
 CALLERS = ("direct", "programmatic")
+FORMATS = {"text": ("type",), "grammar": ("type", "syntax", "definition")}
+FORMAT_MEMBERS = FORMATS["grammar"]
 EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 INPUT_SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -52,6 +54,7 @@ class Offer:
 
     tool: Tool
     name: str
+    path: str
     namespace: str | None = None
     custom: bool = False
 
@@ -104,9 +107,9 @@ def parse_tools(value: Any, path: str = "tools") -> ToolSet:
             known = ", ".join((*_OWN_MEMBERS, "namespace"))
             why = f"{checks.shown(kind)} is neither one of {known} nor a hosted tool"
             raise checks.refused(f"{where}.type", why, code="tool_type_not_supported")
-        for offer, at in _namespace(found, where) if kind == "namespace" else [_tool(found, where)]:
+        for offer in _namespace(found, where) if kind == "namespace" else [_tool(found, where)]:
             if offer.tool.name in offers:
-                raise checks.wrong(f"{at}.name", offer.name, "a name not given before")
+                raise checks.wrong(f"{offer.path}.name", offer.name, "a name not given before")
             offers[offer.tool.name] = offer
         unused |= _unused(found)
         echo.append(_echo(found))
@@ -147,7 +150,7 @@ def _named(value: Any, path: str) -> tuple[str, bool, str] | None:
     return name, kind == "custom", f"{path}.name"
 
 
-def _namespace(found: dict[str, Any], path: str) -> Iterator[tuple[Offer, str]]:
+def _namespace(found: dict[str, Any], path: str) -> Iterator[Offer]:
     """The tools of a namespace, called `namespace.name`; its description precedes that of its
     first tool."""
     checks.members(found, path, ("type", "name", "description", "tools"))
@@ -161,9 +164,7 @@ def _namespace(found: dict[str, Any], path: str) -> Iterator[tuple[Offer, str]]:
         yield _tool(entry, where, namespace, about if i == 0 else "")
 
 
-def _tool(
-    found: dict[str, Any], path: str, namespace: str | None = None, about: str = ""
-) -> tuple[Offer, str]:
+def _tool(found: dict[str, Any], path: str, namespace: str | None = None, about: str = "") -> Offer:
     known = ("type", "name", "description", "defer_loading", "allowed_callers", "async")
     found = checks.members(found, path, (*known, *_OWN_MEMBERS[found["type"]]))
     name = tool_name(checks.required(found, path, "name"), f"{path}.name")
@@ -180,18 +181,19 @@ def _tool(
         why = "programs do not call tools here; allow 'direct'"
         raise checks.refused(f"{path}.allowed_callers", why, code="unsupported_parameter")
     custom = found["type"] == "custom"
-    schema = _custom_schema(found, path) if custom else _function_schema(found, path)
+    pattern = _custom_pattern(found, path) if custom else None
+    schema = INPUT_SCHEMA if custom else _function_schema(found, path)
     shown = f"{namespace}.{name}" if namespace else name
     wire: dict[str, Any] = {"name": shown}
     if about or description:
         wire["description"] = "\n\n".join(text for text in (about, description) if text)
     tool = Tool(
         name=shown,
-        parameters=ANY_INPUT if custom else schema,
+        parameters=_input_schema(pattern) if custom else schema,
         wire={"type": "function", "function": {**wire, "parameters": schema}},
-        strict=checks.boolean(found.get("strict", False), f"{path}.strict"),
+        strict=checks.boolean(found.get("strict", pattern is not None), f"{path}.strict"),
     )
-    return Offer(tool, name, namespace, custom), path
+    return Offer(tool, name, path, namespace, custom)
 
 
 def _function_schema(found: dict[str, Any], path: str) -> dict[str, Any]:
@@ -199,15 +201,28 @@ def _function_schema(found: dict[str, Any], path: str) -> dict[str, Any]:
     return checks.mapping(found.get("parameters", EMPTY_SCHEMA), f"{path}.parameters")
 
 
-def _custom_schema(found: dict[str, Any], path: str) -> dict[str, Any]:
+def _custom_pattern(found: dict[str, Any], path: str) -> str | None:
+    """The pattern that the whole text of a custom tool's call must match; None = any text."""
     where = f"{path}.format"
-    kind = checks.mapping(found.get("format", {"type": "text"}), where).get("type")
-    if kind == "grammar":
-        why = "the text of a call cannot be forced to a grammar; use {'type': 'text'}"
-        raise checks.refused(where, why, code="custom_tool_format_not_supported")
-    checks.members(found.get("format", {}), where, ("type",))
-    checks.one_of(kind, f"{where}.type", ("text",))
-    return INPUT_SCHEMA
+    form = checks.members(found.get("format", {"type": "text"}), where, FORMAT_MEMBERS)
+    kind = checks.required(form, where, "type")
+    if checks.one_of(kind, f"{where}.type", tuple(FORMATS)) == "text":
+        checks.members(form, where, FORMATS["text"])
+        return None
+    checks.members(form, where, FORMATS["grammar"])
+    syntax = checks.required(form, where, "syntax")
+    if checks.one_of(syntax, f"{where}.syntax", ("regex", "lark")) == "lark":
+        why = "a text cannot be forced to a Lark grammar; use a regex, or {'type': 'text'}"
+        raise checks.refused(f"{where}.syntax", why, code="custom_tool_format_not_supported")
+    definition = checks.required(form, where, "definition")
+    return f"^(?:{checks.string(definition, f'{where}.definition')})$"
+
+
+def _input_schema(pattern: str | None) -> dict[str, Any]:
+    """Schema of a custom tool's text, as calls are constrained and read."""
+    if pattern is None:
+        return ANY_INPUT
+    return {**INPUT_SCHEMA, "properties": {CUSTOM_INPUT: {"type": "string", "pattern": pattern}}}
 
 
 def _unused(found: dict[str, Any]) -> set[str]:

@@ -41,6 +41,14 @@ SAMPLING = [
     ("logit_bias", {"7": -100}, ((7, -100.0),)),
 ]
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+JSON_FORMAT = {"type": "json_schema", "name": "answer", "schema": SCHEMA, "strict": True}
+NAMED = {"type": "function", "name": "get_weather"}
+FILES = {"type": "namespace", "name": "fs", "description": "Files", "tools": [WEATHER]}
+ODD = {"type": "object", "properties": {"x": {"type": "string", "pattern": "(?=a)b"}}}
+STRICT = {**WEATHER, "strict": True}
+DIGITS = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{2}"}
+
 # fields, attribute of ResponsesRequest, its value
 KEPT = [
     ({"max_output_tokens": 16}, "max_tokens", 16),
@@ -67,7 +75,16 @@ KEPT = [
         PromptOptions(thinking=False),
     ),
     ({"text": {"format": {"type": "text"}, "verbosity": "medium"}}, "tools", ()),
-    ({"parallel_tool_calls": True}, "tool_choice", "auto"),
+    ({"parallel_tool_calls": True}, "parallel_tool_calls", True),
+    ({"parallel_tool_calls": False}, "parallel_tool_calls", False),
+    ({"text": {"format": {"type": "text"}}}, "schema", None),
+    ({"text": {"format": {"type": "json_object"}}}, "schema", {"type": "object"}),
+    ({"text": {"format": JSON_FORMAT}}, "schema", SCHEMA),
+    ({"text": {"format": JSON_FORMAT | {"strict": False}}}, "schema", SCHEMA),
+    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "required"),
+    ({"tools": [WEATHER, PATCH], "tool_choice": NAMED}, "tool_choice", "named"),
+    ({"tools": [WEATHER, PATCH], "tool_choice": NAMED}, "named_tool", "get_weather"),
+    ({"tools": [FILES], "tool_choice": NAMED}, "named_tool", "fs.get_weather"),
     ({"max_tool_calls": 3}, "tool_choice", "auto"),
     ({"truncation": "disabled"}, "tool_choice", "auto"),
     ({"background": False}, "tool_choice", "auto"),
@@ -119,7 +136,15 @@ REFUSED = [
         "unsupported_parameter",
     ),
     ({"tools": [{**PATCH, "async": True}]}, "tools.0.async", "unsupported_parameter"),
+    (
+        {"tools": [{**PATCH, "format": {**DIGITS, "syntax": "lark"}}]},
+        "tools.0.format.syntax",
+        "custom_tool_format_not_supported",
+    ),
 ]
+
+FORMAT_SYNTAX = ("tools.0.format.syntax", "unknown_parameter")
+FORMAT_MISSING = ("tools.0.format.syntax", "missing_required_parameter")
 
 INVALID = [
     ({"service_tier": "priority"}, "service_tier", "service_tier_not_supported"),
@@ -171,6 +196,11 @@ INVALID = [
         "tools.0.tools.0.type",
         "invalid_value",
     ),
+    ({"tools": [{**PATCH, "format": {"type": "text", "syntax": "regex"}}]}, *FORMAT_SYNTAX),
+    ({"tools": [{**PATCH, "format": {"type": "grammar"}}]}, *FORMAT_MISSING),
+    ({"text": {"format": {"type": "yaml"}}}, "text.format.type", "invalid_value"),
+    ({"text": {"format": JSON_FORMAT | {"name": ""}}}, "text.format.name", "invalid_value"),
+    ({"text": {"format": JSON_FORMAT | {"schema": []}}}, "text.format.schema", "invalid_type"),
     ({"tool_choice": "maybe"}, "tool_choice", "invalid_value"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     (
@@ -179,6 +209,50 @@ INVALID = [
         "invalid_value",
     ),
 ]
+
+
+# fields whose grammar cannot be made -> the member that says so
+UNENFORCEABLE = [
+    (
+        {"text": {"format": JSON_FORMAT | {"schema": {"type": "object", "minProperties": 2}}}},
+        "text.format.schema.minProperties",
+    ),
+    (
+        {
+            "tools": [
+                {"type": "web_search"},
+                FILES | {"tools": [PATCH, STRICT | {"parameters": ODD}]},
+            ]
+        },
+        "tools.1.tools.1.parameters.properties.x.pattern",
+    ),
+    (
+        {"tools": [PATCH | {"format": DIGITS | {"definition": "(?=a)b"}}]},
+        "tools.0.format.definition",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), UNENFORCEABLE)
+def test_what_cannot_be_enforced_is_named(fields, param):
+    with pytest.raises(RequestError) as caught:
+        parse(**fields).to_engine_request(PROMPT, "r", PRESET)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"text": {"format": JSON_FORMAT}},
+        {"tools": [STRICT]},
+        {"tools": [WEATHER], "tool_choice": "required"},
+        {"tools": [WEATHER], "parallel_tool_calls": False},
+        {"tools": [PATCH | {"format": DIGITS}]},
+    ],
+)
+def test_what_is_enforced_is_a_grammar(fields):
+    assert parse(**fields).to_engine_request(PROMPT, "r", PRESET).grammar
+    assert parse(tools=[WEATHER, PATCH]).to_engine_request(PROMPT, "r", PRESET).grammar is None
 
 
 @pytest.mark.parametrize(("field", "wire", "value"), SAMPLING)
