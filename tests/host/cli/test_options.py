@@ -78,6 +78,7 @@ CHANGES = [
     ("--no-thinking", "defaults.thinking", False),
     ("--reasoning-effort low", "defaults.effort", "low"),
     ("--no-preserve-thinking", "defaults.preserve_thinking", False),
+    ("--no-canonical-headers", "defaults.canonical_headers", False),
     ("--greedy", "defaults.sampling", SamplingOverrides(temperature=0.0)),
     ("--seed 5 --top-k 3", "defaults.sampling", SamplingOverrides(seed=5, top_k=3)),
     (
