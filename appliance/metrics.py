@@ -9,13 +9,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LABELS = {"finished": "reason"}  # of counters that the engine keeps per kind; else "code"
+LABELS = {
+    "finished": "reason",
+    "reuse": "path",
+}  # of counters that the engine keeps per kind; else "code"
 SECONDS = "_s"
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 # What only grows; every other plain number of the engine is a gauge.
 TOTALS = frozenset(
     {
         *("submitted", "prompt_tokens", "cached_tokens", "prefill_tokens", "completion_tokens"),
+        *("recomputed_tokens", "passed", "evicted_snapshots", "parked_pages", "unparked_pages"),
         *("prefill_rounds", "decode_rounds", "row_rounds", "forward_s", "busy_s"),
     }
 )

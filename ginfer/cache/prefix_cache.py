@@ -100,6 +100,12 @@ class PrefixCache:
         nothing."""
         return self._match(prompt, _history(prompt.token_ids))
 
+    def known_tokens(self, prompt: PreparedPrompt) -> int:
+        """Tokens in front whose K/V is here, in whole pages, with a usable state or without."""
+        if prompt.positions is not None or not self._retain:
+            return 0
+        return self._memory.tree.common_tokens(_history(prompt.token_ids))
+
     def cost(self, prompt: PreparedPrompt, num_pages: int) -> int:
         """Pages by which admitting a request with this entitlement would raise `promised_pages`;
         shared pages that are locked already cost nothing."""

@@ -43,6 +43,19 @@ class PrefixTree:
                 best = found
         return best
 
+    def common_tokens(self, data: bytes) -> int:
+        """Tokens in front, in whole pages, with which some history of the tree begins too."""
+        best, pending = 0, [(0, self.root)]
+        while pending:
+            at, node = pending.pop()
+            best = max(best, at)
+            for child in node.children.get(data[at : at + PAGE_KEY_NBYTES], ()):
+                count = _common_pages(child.data, data[at : at + len(child.data)])
+                if count == len(child.pages):
+                    pending.append((at + len(child.data), child))
+                best = max(best, at + count * PAGE_KEY_NBYTES)
+        return best // TOKEN_NBYTES
+
     def find(
         self, node: Segment, data: bytes, seams: tuple[Seam, ...]
     ) -> tuple[Segment | None, int]:

@@ -196,13 +196,16 @@ class RoundLoop:
         running = [self._running_claim(job) for job in self._lanes if job is not None]
         key = self._admission.choose(map(self._waiting_claim, self._waiting), running)
         job = next((job for job in self._waiting if job.request.request_id == key), None)
-        num_pages = 0 if job is None else entitled_pages(job.request.prompt.num_tokens, job.limit)
-        sequence = None if job is None else self.cache.acquire(job.request.prompt, num_pages)
-        self._stalled = sequence is None
-        if job is None or sequence is None:
+        self._stalled = job is None
+        if job is None:
             return False
-        self._enter(job, sequence)
-        return True
+        prompt = job.request.prompt
+        known = self.cache.known_tokens(prompt)
+        sequence = self.cache.acquire(prompt, entitled_pages(prompt.num_tokens, job.limit))
+        self._stalled = sequence is None
+        if sequence is not None:
+            self._enter(job, sequence, max(known - sequence.cached_tokens, 0))
+        return sequence is not None
 
     def _waiting_claim(self, job: Job) -> Claim:
         hit = self.cache.match(job.request.prompt)
@@ -214,10 +217,11 @@ class RoundLoop:
         work = max(left, 0), job.limit - len(job.generated)
         return running_claim(job.request.request_id, job.sequence, work, self._prefill_chunk)
 
-    def _enter(self, job: Job, sequence: Sequence) -> None:
+    def _enter(self, job: Job, sequence: Sequence, num_recomputed: int) -> None:
         """Give an admitted request its lane; prefill is next."""
         request, now = job.request, self._clock()
         num_prompt = request.prompt.num_tokens
+        self.stats.passed += job is not self._waiting[0]
         self._waiting.remove(job)
         job.sequence, job.lane, job.admitted = sequence, self._lanes.index(None), now
         job.cached_tokens = sequence.cached_tokens
@@ -226,11 +230,14 @@ class RoundLoop:
         self.stats.queue_s.observe(now - job.submitted)
         self.stats.prompt_tokens += num_prompt
         self.stats.cached_tokens += job.cached_tokens
+        self.stats.recomputed_tokens += num_recomputed
+        self.stats.reuse[sequence.path] += 1
         started = Started(
             request_id=request.request_id,
             prompt_tokens=num_prompt,
             cached_tokens=job.cached_tokens,
             reuse_path=sequence.path,
+            recomputed_tokens=num_recomputed,
         )
         self._guarded(job, job.sink, started)
 

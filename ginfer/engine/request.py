@@ -149,12 +149,15 @@ class Timings:
 @dataclass(frozen=True, kw_only=True)
 class Started:
     """The request left the queue; the first `cached_tokens` of its prompt are reused, by the named
-    path: 'append' to an earlier response, from a 'snapshot' before its end, or 'none'."""
+    path: 'append' to an earlier response, from a 'snapshot' before its end, or 'none'. The
+    `recomputed_tokens` behind them are computed again although K/V of them is here: no recurrent
+    state was kept so deep."""
 
     request_id: str
     prompt_tokens: int
     cached_tokens: int
     reuse_path: str
+    recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

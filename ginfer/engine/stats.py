@@ -37,6 +37,8 @@ class Stats:
     """What one engine has done so far. The loop thread writes; anybody may take a snapshot.
 
     finished counts by finish reason, failed by error code, rejected by error code at submission.
+    reuse counts admitted requests by path; recomputed_tokens, prompt tokens that were computed
+    again although their K/V was here. passed counts entries before an older request.
     forward_s is time inside the backend, busy_s the time of whole rounds.
     """
 
@@ -47,6 +49,9 @@ class Stats:
         self.rejected: Counter[str] = Counter()
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.recomputed_tokens = 0
+        self.reuse: Counter[str] = Counter()
+        self.passed = 0
         self.prefill_tokens = 0
         self.completion_tokens = 0
         self.prefill_rounds = 0

@@ -104,6 +104,7 @@ STARTS = st.builds(
     prompt_tokens=COUNT,
     cached_tokens=COUNT,
     reuse_path=st.sampled_from(["none", "append", "snapshot"]),
+    recomputed_tokens=COUNT,
 )
 ERRORS = st.sampled_from([RequestError, ContextLengthError, QueueTimeoutError]).flatmap(
     lambda kind: st.builds(kind, TEXT, code=TEXT, param=st.none() | TEXT)
