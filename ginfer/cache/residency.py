@@ -133,10 +133,11 @@ class Residency:
         return True
 
     def _make_room(self, limit: Worth, num_pages: int = 0) -> bool:
-        """Evict what is worth less than `limit` until a state and `num_pages` pages fit."""
+        """Evict what is worth less than `limit`, or can be parked at no loss, until a state and
+        `num_pages` pages fit."""
         while not self.arena.fits(self._geometry.state_units, num_pages):
             cheapest = self.resident.cheapest()
-            if cheapest is None or cheapest[0] >= limit:
+            if cheapest is None or (cheapest[0] >= limit and not self._parks_freely(cheapest[1])):
                 return False
             self._evict(*cheapest)
         return True
@@ -161,6 +162,10 @@ class Residency:
         self.prune(node)
 
     # -- parking ----------------------------------------------------------------------------------
+
+    def _parks_freely(self, snapshot: Snapshot) -> bool:
+        """Whether the host has room for a snapshot and its segment beside all that is there."""
+        return self.host.fits(self._geometry.state_units, 1 + len(snapshot.node.pages))
 
     def _return(self, snapshot: Snapshot) -> None:
         """Bring a parked snapshot back if what is worth less makes room."""

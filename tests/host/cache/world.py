@@ -177,6 +177,20 @@ class World:
         self.admitted += n
         return run
 
+    def serve(self, ids, *, turns=(), answer=(), keep: bool = True) -> Run:
+        """A whole request: prompt `ids`, turn starts, the tokens it says, of which the last is
+        drawn but not computed."""
+        prompt = PreparedPrompt(token_ids=np.array(ids, np.int32), turn_starts=tuple(turns))
+        run = self.admit(prompt, len(answer) + 1)
+        assert run is not None
+        while run.n < run.num_prompt:
+            self.prefill(run)
+        self.decode(run, len(answer), np.array(answer, np.int32))
+        if keep:
+            self.release(run)
+        self.cache.check_integrity()
+        return run
+
     def _best(self, prompt: PreparedPrompt) -> tuple[int, bool]:
         """Most tokens of the prompt that a live snapshot covers; whether one is prefill-made."""
         data, memory = prompt.token_ids.tobytes(), self.cache._memory
