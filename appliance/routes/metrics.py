@@ -29,6 +29,9 @@ async def metrics(request: Request[App, Any]) -> HTTPResponse:
     lines += number("ginfer_tasks", len(asyncio.all_tasks()), GAUGE)
     lines += number("ginfer_engine_restarts_total", context.client.num_restarts, COUNTER)
     lines += number("ginfer_request_log_dropped_total", context.request_log.num_dropped, COUNTER)
+    store = context.responses.store
+    lines += number("ginfer_stored_responses", len(store), GAUGE)
+    lines += number("ginfer_stored_responses_bytes", store.nbytes, GAUGE)
     lines += context.http_stats.render()
     with suppress(UnavailableError):  # ginfer_ready says so
         lines += render_engine(await context.client.stats())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import orjson
 from sanic import Blueprint
 from sanic.response import HTTPResponse, json
 
@@ -97,7 +99,9 @@ async def list_input_items(request: HttpRequest, response_id: str) -> HTTPRespon
     """The items that a response was generated from, in pages."""
     query = _query(request, ("include", "limit", "order", "after"))
     query.pop("include", None)
-    return json(page(_stored(request, response_id).node.input_items(), query))
+    node = _stored(request, response_id).node
+    listed = await asyncio.to_thread(lambda: page(node.input_items(), query))
+    return HTTPResponse(orjson.dumps(listed), content_type="application/json")
 
 
 @blueprint.post("/v1/responses/<response_id:str>/cancel")

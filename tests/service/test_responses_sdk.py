@@ -147,6 +147,8 @@ def test_tools_full_round_trip(client: openai.OpenAI) -> None:
         input=[result], tools=tools, previous_response_id=asked.id, **GREEDY
     )
     assert told.output_text == "The weather in Oslo: -3 °C, snow."
+    assert asked.usage is not None
+    assert cached(told) >= asked.usage.total_tokens - 1
     question: Any = {"role": "user", "content": WEATHER_QUESTION}
     sent: Any = [question, *(item.model_dump() for item in asked.output), result]
     again = client.responses.create(input=sent, tools=tools, store=False, **GREEDY)
@@ -203,7 +205,8 @@ def test_sealed_reasoning_reuses_the_prefix_without_a_store(client: openai.OpenA
     assert caught.value.param == "input.1.encrypted_content"
 
 
-def test_stored_responses(client: openai.OpenAI) -> None:
+def test_stored_responses(client: openai.OpenAI, server: Server) -> None:
+    stored = server.metrics()["ginfer_stored_responses"]
     first = client.responses.create(input="Hello!", metadata={"k": "v"}, **GREEDY)
     second = client.responses.create(input="Who are you?", previous_response_id=first.id, **GREEDY)
     assert client.responses.retrieve(first.id).to_dict() == first.to_dict()
@@ -211,7 +214,9 @@ def test_stored_responses(client: openai.OpenAI) -> None:
     assert [item.type for item in listed] == ["message"] * 3  # the client turns the pages
     newest = client.responses.input_items.list(second.id).data[0]
     assert newest.type == "message"
+    assert server.metrics()["ginfer_stored_responses"] == stored + 2
     client.responses.delete(first.id)
+    assert server.metrics()["ginfer_stored_responses"] == stored + 1
     with pytest.raises(openai.NotFoundError) as caught:
         client.responses.retrieve(first.id)
     assert caught.value.code == "response_not_found"
