@@ -35,16 +35,33 @@ PING = frames.event("ping", {"type": "ping"})
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What one response is called and who signs its thinking. The id is `msg_` and 16 hexadecimal
-    digits unless given."""
+    """What one response is called, who signs its thinking, and what was cut from its history (None
+    = not asked to). The id is `msg_` and 16 hexadecimal digits unless given."""
 
     signer: ThinkingSigner
+    applied_edits: tuple[dict[str, Any], ...] | None = None
     response_id: str = field(default_factory=lambda: f"msg_{token_hex(8)}")
 
     def call_id(self, index: int) -> str:
         """The id of tool call number `index`: `toolu_` and 16 hexadecimal digits."""
         data = f"{self.response_id} {index}".encode()
         return "toolu_" + blake2b(data, digest_size=8).hexdigest()
+
+
+def applied_edits(
+    request: MessagesRequest, frontend: Frontend
+) -> tuple[dict[str, Any], ...] | None:
+    """The report of what context_management cut, None when it was not given."""
+    cleared = request.cleared
+    if not cleared:
+        return None if cleared is None else ()
+    num_tokens = sum(len(frontend.encode(text)) for text in cleared)
+    edit = {
+        "type": CLEAR_THINKING,
+        "cleared_thinking_turns": len(cleared),
+        "cleared_input_tokens": num_tokens,
+    }
+    return (edit,)
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
@@ -147,7 +164,6 @@ class _Answer:
     def __init__(self, request: MessagesRequest, origin: Origin, frontend: Frontend) -> None:
         self._request = request
         self._origin = origin
-        self._frontend = frontend
         self._turn = OutputTurn(request, frontend)
         self._blocks = Blocks(origin, request)
 
@@ -191,16 +207,8 @@ class _Answer:
 
     def _context_management(self) -> dict[str, Any]:
         """The member that reports what was cut from the history, when the request asked for it."""
-        cleared = self._request.cleared
-        if cleared is None:
-            return {}
-        num_tokens = sum(len(self._frontend.encode(text)) for text in cleared)
-        edit = {
-            "type": CLEAR_THINKING,
-            "cleared_thinking_turns": len(cleared),
-            "cleared_input_tokens": num_tokens,
-        }
-        return {"context_management": {"applied_edits": [edit] if cleared else []}}
+        edits = self._origin.applied_edits
+        return {} if edits is None else {"context_management": {"applied_edits": list(edits)}}
 
 
 class MessagesWriter(_Answer):

@@ -15,6 +15,7 @@ from appliance.protocols.messages_response import (
     MessagesCollector,
     MessagesWriter,
     Origin,
+    applied_edits,
 )
 from appliance.routes.body import read_body
 from appliance.routes.generation import Dialect, Exchange, answer, engine_request
@@ -31,7 +32,8 @@ blueprint = Blueprint("messages")
 def open_message(context: ServerContext, body: bytes) -> Exchange:
     """Check, render and tokenise. Raises RequestError."""
     request = _parse(context, body)
-    origin = Origin(signer=context.signer)
+    edits = applied_edits(request, context.frontend)
+    origin = Origin(signer=context.signer, applied_edits=edits)
     return Exchange(
         generation=request,
         request=engine_request(context, request, origin.response_id),

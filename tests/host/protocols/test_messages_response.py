@@ -13,7 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from appliance.protocols.messages_response import MessagesCollector, MessagesWriter, Origin
+from appliance.protocols.messages_response import (
+    MessagesCollector,
+    MessagesWriter,
+    Origin,
+    applied_edits,
+)
 from appliance.protocols.turn import MalformedToolCallError
 from ginfer.engine.request import FinishReason, Started
 from ginfer.errors import QueueTimeoutError
@@ -42,9 +47,15 @@ THOUGHTS = [delta("hm ", Channel.REASONING), delta("so", Channel.REASONING)]
 SIGNATURE = SIGNER.sign("hm so")
 
 
+def origin(request, frontend):
+    """The origin as the route makes it, with the id of the tests."""
+    return replace(ORIGIN, applied_edits=applied_edits(request, frontend))
+
+
 def stream(deltas, frontend=CALLS, end=None, request=None, **fields):
     """The events of a whole stream; each frame is named like its data."""
-    writer = MessagesWriter(request or parse(stream=True, **fields), ORIGIN, frontend)
+    request = request or parse(stream=True, **fields)
+    writer = MessagesWriter(request, origin(request, frontend), frontend)
     frames = [*writer.start(), *writer.started(STARTED)]
     for event in deltas:
         frames += writer.delta(event)
@@ -58,7 +69,8 @@ def stream(deltas, frontend=CALLS, end=None, request=None, **fields):
 
 def whole(deltas, frontend=CALLS, end=None, request=None, **fields):
     """The message of a response that is not streamed."""
-    collector = MessagesCollector(request or parse(**fields), ORIGIN, frontend)
+    request = request or parse(**fields)
+    collector = MessagesCollector(request, origin(request, frontend), frontend)
     for event in deltas:
         collector.delta(event)
     return collector.finish(end or finished())
