@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from appliance.protocols import checks
-from ginfer.frontend.grammar import ToolChoice
+from ginfer.frontend.grammar import ToolChoice, tool_grammar
 from ginfer.prompt import Tool
 
 if TYPE_CHECKING:
@@ -96,7 +96,10 @@ def _tool(value: dict[str, Any], path: str, name: str) -> Tool:
         function["input_examples"] = examples
     wire = {"type": "function", "function": function}
     strict = checks.boolean(found.get("strict", False), f"{path}.strict")
-    return Tool(name=name, parameters=schema, wire=wire, strict=strict)
+    tool = Tool(name=name, parameters=schema, wire=wire, strict=strict)
+    if strict:  # the path is known here, hosted tools counted
+        tool_grammar((tool,), ToolChoice(), param=f"{path}.input_schema")
+    return tool
 
 
 def _check_options(found: dict[str, Any], path: str) -> None:

@@ -366,7 +366,7 @@ def test_nothing_constrains_what_nothing_was_asked_of():
     ("fields", "param"),
     [
         (
-            {"tools": [WEATHER, WEATHER | {"name": "f", "strict": True, "input_schema": UNIQUE}]},
+            {"tools": [SEARCH, WEATHER | {"strict": True, "input_schema": UNIQUE}]},
             "tools.1.input_schema.properties.a.uniqueItems",
         ),
         (
