@@ -14,6 +14,7 @@ from appliance.protocols import frames
 from appliance.protocols.openai_errors import error_body
 from appliance.protocols.responses.output import Output
 from appliance.protocols.turn import MalformedToolCallError, OutputTurn
+from ginfer.engine.request import FinishReason
 
 if TYPE_CHECKING:
     from appliance.protocols.responses.request import ResponsesRequest
@@ -103,16 +104,25 @@ class _Builder:
         """The last events and the final object, which is stored first. Raises
         MalformedToolCallError, or what the keeper does."""
         events = self._flush()
-        reason = self._turn.finish_reason(finished.reason)
-        if self._output.malformed is not None and reason != "length":
-            raise MalformedToolCallError(f"a tool call was malformed: {self._output.malformed}")
-        status = "incomplete" if reason == "length" else "completed"
-        events += self._output.end(status)
+        status = self._status(finished.reason)
+        events += self._output.end("completed" if status == "completed" else "incomplete")
         self._unsent = events  # when storing fails
         body = self._body(status, usage=usage_body(finished.usage))
-        self._keeper.keep(self._request, body)
+        if status != "cancelled":
+            self._keeper.keep(self._request, body)
         self._unsent = []
         return events, body
+
+    def _status(self, reason: FinishReason) -> str:
+        """How the response ended. Raises MalformedToolCallError."""
+        told = self._turn.finish_reason(reason)
+        if reason is FinishReason.CANCELLED:
+            return "cancelled"
+        if told == "length":
+            return "incomplete"
+        if self._output.malformed is not None:
+            raise MalformedToolCallError(f"a tool call was malformed: {self._output.malformed}")
+        return "completed"
 
     def _body(self, status: str, **members: Any) -> dict[str, Any]:
         incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -157,7 +167,7 @@ class ResponsesWriter(_Builder):
         return self._frames(self._flush())
 
     def finish(self, event: Finished) -> list[bytes]:
-        """The item that is open is closed; response.completed or response.incomplete.
+        """The item that is open is closed; response.completed, .incomplete or .cancelled.
 
         Raises MalformedToolCallError, or what storing raises."""
         events, body = self._end(event)

@@ -138,6 +138,16 @@ def test_a_limit_makes_the_response_incomplete(reason):
     assert last(events)["completed_at"] is None
 
 
+def test_a_cancelled_response_says_so_and_is_not_stored():
+    kept = memory()
+    end = finished(FinishReason.CANCELLED)
+    events = transcript([THOUGHT, delta("Hi")], demo_frontend(), end=end, remembered=kept)
+    assert kinds(events)[-1] == "cancelled"
+    assert last(events)["status"] == "cancelled"
+    assert [item["status"] for item in last(events)["output"]] == ["completed", "incomplete"]
+    assert len(kept.store) == 0
+
+
 def test_a_limit_in_the_reasoning_leaves_no_message():
     events = transcript([THOUGHT], demo_frontend(), end=LIMIT)
     assert [item["type"] for item in last(events)["output"]] == ["reasoning"]
