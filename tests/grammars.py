@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ginfer.engine.grammar import Grammars
-from tests.frontends import demo_frontend
+from ginfer.frontend.base import CallArguments, CallBroken, CallEnded, CallStarted, ContentText
+from ginfer.prompt import Channel
+from tests.frontends import demo_frontend, function_tool
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ginfer.engine.grammar import Constraint
+    from ginfer.prompt import Tool
 
 VOCAB = 4224
 
@@ -146,3 +152,37 @@ class RandomSchemas:
 def dumps(value: Any) -> str:
     """JSON as a content grammar admits it, too."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def random_tool(schemas: RandomSchemas, i: int, rng: np.random.Generator) -> Tool:
+    """A tool with parameters of random schemas, most often a strict one."""
+    names = ["first", "second", "third"][: int(rng.integers(1, 4))]
+    properties = {name: schemas.document() for name in names}
+    defs: dict[str, Any] = {"node": {"type": "boolean"}}
+    for part in properties.values():
+        defs = part.pop("$defs") | defs
+    tool = function_tool(
+        f"tool_{i}",
+        properties,
+        required=[name for name in names if rng.random() < 0.5],
+        additionalProperties=False,
+        **{"$defs": defs},
+    )
+    return replace(tool, strict=bool(rng.random() < 0.8))
+
+
+def parse(text: str, tools: Sequence[Tool]) -> tuple[list[tuple[str, Any]], str]:
+    """Calls (name, arguments) and visible text of a response; no call may break."""
+    parser = demo_frontend().output_parser(tools)
+    events = [*parser.feed(Channel.CONTENT, text), *parser.finish()]
+    assert not [e for e in events if isinstance(e, CallBroken)]
+    started = [e for e in events if isinstance(e, CallStarted)]
+    assert len(started) == sum(isinstance(e, CallEnded) for e in events)
+    shown = "".join(e.text for e in events if isinstance(e, ContentText))
+    joined = {
+        e.index: "".join(
+            a.fragment for a in events if isinstance(a, CallArguments) and a.index == e.index
+        )
+        for e in started
+    }
+    return [(e.name, json.loads(joined[e.index])) for e in started], shown

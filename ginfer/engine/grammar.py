@@ -126,12 +126,12 @@ class Grammars:
         self.num_words = div_ceil(vocab_size, 32)
         self.mask_s = self.wait_s = self.compile_s = 0.0
         self.num_compiled = self.num_cached = 0
-        self._lock = Lock()  # guards the cache, the tokenizer and the counters of compilation
+        self._lock = Lock()  # guards the cache and the counters of compilation
         self._cache: OrderedDict[str, Constraint] = OrderedDict()
         self._compiling: dict[str, Future[Constraint]] = {}
-        self._tokenizer: LLTokenizer | None = None
         self._limits = LLParserLimits(verbose_errors=False)
         self._compilers = ThreadPoolExecutor(2, "ginfer-compile")
+        self._tokenizer = self._compilers.submit(self._open_tokenizer)
         self._workers = ThreadPoolExecutor(2, "ginfer-mask")
         self._executor = LLExecutor(max(1, min(8, (os.cpu_count() or 1) // 2)))
 
@@ -168,7 +168,7 @@ class Grammars:
     def _compile(self, text: str) -> Constraint:
         began = perf_counter()
         try:
-            matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=self._limits)
+            matcher = LLMatcher(self._tokenizer.result(), text, log_level=0, limits=self._limits)
             row = np.zeros(self.num_words, np.uint32)
             if not matcher.is_error():
                 self._fill([(matcher, 0)], row[None])
@@ -188,15 +188,13 @@ class Grammars:
                 self._cache.popitem(last=False)
         return constraint
 
-    def _vocabulary(self) -> LLTokenizer:
-        with self._lock:
-            if self._tokenizer is None:
-                self._tokenizer = LLTokenizer(
-                    _Vocabulary(self._frontend, self._vocab_size),  # type: ignore[arg-type]
-                    n_vocab=self._vocab_size,
-                    eos_token=list(self._frontend.stop_token_ids),
-                )
-            return self._tokenizer
+    def _open_tokenizer(self) -> LLTokenizer:
+        """Takes a second or two for a large vocabulary: begun at start, before it is needed."""
+        return LLTokenizer(
+            _Vocabulary(self._frontend, self._vocab_size),  # type: ignore[arg-type]
+            n_vocab=self._vocab_size,
+            eos_token=list(self._frontend.stop_token_ids),
+        )
 
     # -- while it runs: the loop thread ------------------------------------------------------------
 

@@ -16,8 +16,7 @@ from ginfer.frontend.grammar import ToolChoice, json_grammar, tool_grammar
 from ginfer.prompt import Channel, PromptOptions
 from tests.engines import make_request, open_demo, submit
 from tests.frontends import function_tool, message
-from tests.grammars import RandomSchemas
-from tests.host.frontend.grammar.test_calls import parse, random_tool
+from tests.grammars import RandomSchemas, parse, random_tool
 
 PERSON = {
     "type": "object",

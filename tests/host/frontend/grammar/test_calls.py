@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import jsonschema
@@ -10,12 +9,9 @@ import numpy as np
 import pytest
 
 from ginfer.errors import RequestError, UnsupportedError
-from ginfer.frontend.base import CallArguments, CallBroken, CallEnded, CallStarted, ContentText
 from ginfer.frontend.grammar import ToolChoice, tool_grammar
-from ginfer.frontend.output import QwenOutputParser
-from ginfer.prompt import Channel
 from tests.frontends import function_tool
-from tests.grammars import RandomSchemas, accepts, random_text
+from tests.grammars import RandomSchemas, accepts, parse, random_text, random_tool
 
 EDIT = replace(
     function_tool(
@@ -54,23 +50,6 @@ def call(name, **arguments):
     """A call as the template writes it."""
     parts = [f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in arguments.items()]
     return f"<tool_call>\n<function={name}>\n{''.join(parts)}</function>\n</tool_call>"
-
-
-def parse(text, tools):
-    """Calls (name, arguments) and visible text of a response."""
-    parser = QwenOutputParser(tools)
-    events = [*parser.feed(Channel.CONTENT, text), *parser.finish()]
-    assert not [e for e in events if isinstance(e, CallBroken)]
-    started = [e for e in events if isinstance(e, CallStarted)]
-    assert len(started) == sum(isinstance(e, CallEnded) for e in events)
-    shown = "".join(e.text for e in events if isinstance(e, ContentText))
-    joined = {
-        e.index: "".join(
-            a.fragment for a in events if isinstance(a, CallArguments) and a.index == e.index
-        )
-        for e in started
-    }
-    return [(e.name, json.loads(joined[e.index])) for e in started], shown
 
 
 def test_required_takes_calls_only():
@@ -218,19 +197,3 @@ def check_random_calls(count):
                 validator = jsonschema.Draft202012Validator(by_name[name].parameters)
                 validator.validate(arguments)
     assert num_finished > count // 5
-
-
-def random_tool(schemas, i, rng):
-    names = ["first", "second", "third"][: int(rng.integers(1, 4))]
-    properties = {name: schemas.document() for name in names}
-    defs: dict[str, object] = {"node": {"type": "boolean"}}
-    for part in properties.values():
-        defs = part.pop("$defs") | defs
-    tool = function_tool(
-        f"tool_{i}",
-        properties,
-        required=[name for name in names if rng.random() < 0.5],
-        additionalProperties=False,
-        **{"$defs": defs},
-    )
-    return replace(tool, strict=bool(rng.random() < 0.8))
