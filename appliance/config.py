@@ -69,7 +69,7 @@ class ApplianceConfig:
         self._within("watchdog_s", self.watchdog_s, 0.5, 3600)
         self._within("request_log_max_mib", self.request_log_max_mib, 1, 1 << 14)
         self._within("request_log_files", self.request_log_files, 0, 100)
-        self._within("response_store_max_records", self.response_store_max_records, 0, 1 << 20)
+        self._within("response_store_max_records", self.response_store_max_records, 1, 1 << 20)
         self._within("response_store_max_mib", self.response_store_max_mib, 1, 1 << 14)
         self._within("log_stats_interval_s", self.log_stats_interval_s, 0, 3600)
         if self.log_format not in LOG_FORMATS:

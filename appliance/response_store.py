@@ -86,7 +86,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """At most `max_records` responses and `max_nbytes` in all. Safe to share between threads."""
+    """At most `max_records` (1 or more) responses and `max_nbytes` in all. Safe to share between
+    threads."""
 
     def __init__(self, max_records: int, max_nbytes: int) -> None:
         self._max_records = max_records
@@ -127,7 +128,7 @@ class ResponseStore:
         Raises ResponseStoreCapacityError when it cannot fit, and keeps what was there."""
         with self._lock:
             needed = record.nbytes + sum(node.nbytes for node in record.node.chain())
-            if self._max_records < 1 or needed > self._max_nbytes:
+            if needed > self._max_nbytes:
                 raise ResponseStoreCapacityError(
                     f"the response and its context take {needed} bytes; the store holds "
                     f"{self._max_nbytes / MIB:g} MiB (--response-store-max-mib); send store: false"

@@ -82,7 +82,7 @@ from appliance.protocols.defaults import DEFAULT_MAX_TOKENS, ServerDefaults
     default=1024,
     show_default=True,
     metavar="N",
-    help="Stored responses (OpenAI Responses); 0: none can be stored.",
+    help="Stored responses (OpenAI Responses); the least recently used go first.",
 )
 @click.option(
     "--response-store-max-mib",

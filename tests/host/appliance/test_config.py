@@ -29,7 +29,7 @@ ENGINE = EngineConfig(package=Path("p.ginfer"))
         ({"watchdog_s": 0.1}, "watchdog_s"),
         ({"request_log_max_mib": 0}, "request_log_max_mib"),
         ({"request_log_files": -1}, "request_log_files"),
-        ({"response_store_max_records": -1}, "response_store_max_records"),
+        ({"response_store_max_records": 0}, "response_store_max_records"),
         ({"response_store_max_mib": 0}, "response_store_max_mib"),
         ({"log_format": "xml"}, "log_format"),
         ({"log_stats_interval_s": -1}, "log_stats_interval_s"),
