@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 MODES = ("none", "auto", "required", "named")
 MAX_KEY = 256  # characters of a parameter's name
 _OPENING = "<tool_call>\n<function="
+_CALL_END = "</function>\n</tool_call>"
+_BITS = 64  # of the value that a rule carries
 _NEWLINE, _VALUE_END = "\n", "\n</parameter>\n"
 _NO_CALL = r"/(?s:.*)/ & ~/(?s:.*<tool_call>.*)/ & ~/(?s:(.*\n)?[ \t\r]*<function=.*)/"
 _NO_END = r"~/(?s:.*<\/parameter>.*)/"
@@ -57,8 +59,8 @@ def tool_grammar(
 ) -> str | None:
     """Grammar of a content with the calls that `choice` admits; None if nothing is to be enforced.
 
-    Arguments of strict tools match their schemas: parameters in declared order, those that are not
-    required may be left out. Calls of other tools are well formed, their values free.
+    Arguments of strict tools match their schemas: parameters in any order, each at most once, the
+    required ones all there. Calls of other tools are well formed, their values free.
     schema: the content is JSON by this schema, or calls; None = free text, then calls.
     param: path of the schema of tool number {}, for errors. Raises RequestError, UnsupportedError.
     """
@@ -76,8 +78,13 @@ def tool_grammar(
         raise RequestError(f"no tool is named {choice.name!r}", param="tool_choice")
     grammar = GrammarBuilder()
     for i, tool in chosen:
-        grammar.rules[f"call_{i}"] = _call(grammar, tool, param.format(i))
-    grammar.rules["call"] = " | ".join(grammar.rules)
+        parameters = (
+            _strict(grammar, tool, param.format(i)) if tool.strict else _free(grammar, tool)
+        )
+        members = _members(grammar, f"members_{i}", list(parameters))
+        name = literal(f"{tool.name}>\n")
+        grammar.rules[f"call_{i}"] = f"{name} {members} {literal(_CALL_END)}"
+    grammar.rules["call"] = " | ".join(f"call_{i}" for i, _ in chosen)
     several = choice.parallel and choice.mode != "named"
     more = f' ("\\n" {literal(_OPENING)} call)*' if several else ""
     calls = f"{LEAD} {literal(_OPENING)} call{more}"
@@ -93,37 +100,44 @@ def tool_grammar(
     return grammar.text()
 
 
-def _call(grammar: GrammarBuilder, tool: Tool, param: str) -> str:
-    """The rule of a call from its name on."""
-    parameters = _strict(grammar, tool, param) if tool.strict else _free(grammar, tool)
-    name, end = literal(f"{tool.name}>\n"), literal("</function>\n</tool_call>")
-    return " ".join((name, *parameters, end))
+def _members(grammar: GrammarBuilder, name: str, members: list[tuple[str, bool]]) -> str:
+    """The parameters of a call: (element, whether it is required). Bit k of the rule's value says
+    that number k has been written. More than there are bits come in a fixed order: the required
+    ones, then the others, as declared."""
+    members = sorted(members, key=lambda member: not member[1])
+    if len(members) > _BITS:
+        return " ".join(text if required else f"({text})?" for text, required in members)
+    num_required = sum(required for _, required in members)
+    rule = f'"" %if is_ones([0:{num_required}])' if num_required else '""'
+    for k, (text, _) in enumerate(members):
+        rule += f" | {text} {name}::set_bit({k}) %if bit_clear({k})"
+    grammar.rules[f"{name}::_"] = rule
+    return f"{name}::0"
 
 
-def _free(grammar: GrammarBuilder, tool: Tool) -> Iterator[str]:
+def _free(grammar: GrammarBuilder, tool: Tool) -> Iterator[tuple[str, bool]]:
     """Parameters of a tool that is not strict: each may be there, its value is any text."""
     declared = tool.parameters.get("properties")
     value = _raw(grammar, ANYTHING)
     for key in declared if isinstance(declared, dict) else ():
         if _is_key(key):
-            yield f"({literal(f'<parameter={key}>')} {value})?"
+            yield f"{literal(f'<parameter={key}>')} {value}", False
 
 
-def _strict(grammar: GrammarBuilder, tool: Tool, param: str) -> Iterator[str]:
+def _strict(grammar: GrammarBuilder, tool: Tool, param: str) -> Iterator[tuple[str, bool]]:
     """Parameters of a strict tool."""
     schema = tool.parameters
-    declared, required = _members(schema, param)
+    declared, required = _object(schema, param)
     reader = SchemaReader(schema, param)
     for key, part in declared.items():
         where = f"{param}.properties.{key}"
         if not _is_key(key):
             raise UnsupportedError(f"{where}: no call can spell this name", param=where)
         value = _value(grammar, reader, (schema, key, part), where)
-        member = f"{literal(f'<parameter={key}>')} {value}"
-        yield member if key in required else f"({member})?"
+        yield f"{literal(f'<parameter={key}>')} {value}", key in required
 
 
-def _members(schema: dict[str, Any], param: str) -> tuple[dict[str, Any], list[str]]:
+def _object(schema: dict[str, Any], param: str) -> tuple[dict[str, Any], list[str]]:
     """Declared properties and required names of a strict tool's schema."""
     for name in schema:
         if name not in _TOP_LEVEL and not name.startswith("x-"):

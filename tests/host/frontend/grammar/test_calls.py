@@ -133,11 +133,22 @@ def test_values_of_strict_tools_obey_their_schemas(name, good, bad):
             assert accepts(grammar, text) is legal, value
 
 
-def test_required_parameters_and_declared_order():
+def test_parameters_come_in_any_order_each_once_the_required_ones_all():
     grammar = tool_grammar([EDIT], REQUIRED)
-    assert not accepts(grammar, call("edit_file", path="p"))
-    assert not accepts(grammar, call("edit_file", count=1, path="p"))
+    assert accepts(grammar, call("edit_file", mode="all", count=1, path="p"))
+    assert not accepts(grammar, call("edit_file", path="p", mode="all"))
+    assert not accepts(grammar, call("edit_file", path="p", count=1).replace("count", "path"))
+    twice = call("edit_file", path="p", count=1, mode="all").replace("count", "mode")
+    assert not accepts(grammar, twice)
     assert not accepts(grammar, call("edit_file", path="p", count=1).replace("count", "cnt"))
+
+
+def test_more_parameters_than_bits_come_in_a_fixed_order():
+    many = function_tool("many", {f"p{i}": {"type": "string"} for i in range(70)}, required=["p69"])
+    grammar = tool_grammar([replace(many, strict=True)], REQUIRED)
+    assert accepts(grammar, call("many", p69="x", p3="y", p5="z"))
+    assert not accepts(grammar, call("many", p69="x", p5="z", p3="y"))
+    assert not accepts(grammar, call("many", p3="y"))
 
 
 @pytest.mark.parametrize(
