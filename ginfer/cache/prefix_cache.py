@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -263,7 +263,7 @@ class PrefixCache:
         if hit.snapshot is None:
             return num_pages
         node = hit.snapshot.node
-        newly_locked = sum(len(n.pages) for n in path(node) if n.refs == 0)
+        newly_locked = sum(len(n.pages) for n in takewhile(_is_unlocked, path(node)))
         return newly_locked + num_pages - node.end // PAGE_TOKENS
 
     def _fits(self, hit: Hit, num_pages: int) -> bool:
@@ -275,34 +275,34 @@ class PrefixCache:
     def _enter(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Put a sequence behind a snapshot: lock the path, load the state, bring parked pages
         back."""
-        for node in path(snapshot.node):
+        nodes = list(path(snapshot.node))
+        for node in nodes:
             if node.refs == 0:
                 self._locked += len(node.pages)
             node.refs += 1
         sequence.node = snapshot.node
-        sequence.seams = _seams_behind(snapshot)
+        sequence.seams = _seams_behind(snapshot, nodes)
         self._unshared -= snapshot.node.end // PAGE_TOKENS
+        self._note_use(snapshot, nodes, sequence.data)
         tail: list[int] = []
-        self._note_use(snapshot, sequence.data)
         self._memory.load(snapshot, sequence.slot, tail)
         self._memory.unpark(sequence.node)
-        shared = [node.pages for node in path(sequence.node)]
+        shared = [node.pages for node in path(sequence.node)]  # neighbours may have been merged
         sequence.pages += [*chain.from_iterable(reversed(shared)), *tail]
 
-    def _note_use(self, hit: Snapshot, data: bytes) -> None:
+    def _note_use(self, hit: Snapshot, nodes: list[Segment], data: bytes) -> None:
         """Tell a snapshot that it is used, and those before it on its path that they are passed;
         the end of a system prompt is used by all that pass it."""
         hit.hits += 1
-        for node in (*path(hit.node), self._memory.tree.root):
-            if not any(_is_news(s, hit) for s in node.snapshots.values()):
+        for node in (*nodes, self._memory.tree.root):
+            if not _has_news(node, hit):
                 continue
             limit = hit.num_tokens - node.end
             for snapshot in fitting(node, data, node.end * TOKEN_NBYTES, limit):
-                if _is_news(snapshot, hit):
-                    snapshot.passed = True
-                    if snapshot is hit or snapshot.kind is SnapshotKind.SYSTEM:
-                        snapshot.used = self._tick
-                    self._memory.touch(snapshot)
+                snapshot.passed = True
+                if snapshot is hit or snapshot.kind is SnapshotKind.SYSTEM:
+                    snapshot.used = self._tick
+                self._memory.touch(snapshot)
 
     def _share(self, sequence: Sequence, data: bytes, num_tokens: int) -> None:
         """Make segments of the private whole pages among the first `num_tokens` tokens."""
@@ -393,15 +393,22 @@ def _history(token_ids: NDArray[np.int32]) -> bytes:
     return np.asarray(token_ids, "<i4").tobytes()
 
 
-def _is_news(snapshot: Snapshot, hit: Snapshot) -> bool:
-    """Whether a hit at or behind a snapshot changes what it is worth."""
-    return not snapshot.passed or snapshot is hit or snapshot.kind is SnapshotKind.SYSTEM
+def _is_unlocked(node: Segment) -> bool:
+    return node.refs == 0
 
 
-def _seams_behind(snapshot: Snapshot) -> list[Seam]:
+def _has_news(node: Segment, hit: Snapshot) -> bool:
+    """Whether a hit at or behind the snapshots of a segment changes what one of them is worth."""
+    for snapshot in node.snapshots.values():
+        if not snapshot.passed or snapshot is hit or snapshot.kind is SnapshotKind.SYSTEM:
+            return True
+    return False
+
+
+def _seams_behind(snapshot: Snapshot, nodes: list[Segment]) -> list[Seam]:
     """Seams of a history that goes on after a snapshot. What prefill adds at a page border of a
     prefill-made frontier is what it would have added anyway; elsewhere it begins anew."""
-    runs = [snapshot.seams, *(node.seams for node in path(snapshot.node))]
+    runs = [snapshot.seams, *(node.seams for node in nodes)]
     seams = list(chain.from_iterable(reversed(runs)))
     if snapshot.last_by is MadeBy.DECODE or snapshot.num_tokens % PAGE_TOKENS:
         seams.append(Seam(snapshot.num_tokens, MadeBy.PREFILL))

@@ -6,6 +6,7 @@ parked snapshot: what leads nowhere is parked or freed at once.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ginfer.cache.arena import Arena
@@ -99,10 +100,12 @@ class Residency:
 
     def unpark(self, node: Segment) -> None:
         """Bring the parked pages of a locked path back, which ends at `node`."""
-        parked = [n for n in path(node) if n.parked]
+        parked = list(takewhile(_is_parked, path(node)))
+        if not parked:
+            return
         possible = self._evict_for(sum(len(n.pages) for n in parked))
         assert possible, "promised pages cannot be had"
-        for segment in [n for n in path(node) if n.parked]:  # neighbours may have been merged
+        for segment in list(takewhile(_is_parked, path(node))):  # neighbours may have been merged
             pages = self.arena.allocate_pages(len(segment.pages))
             self._moves.unpark_pages(segment.pages, pages)
             self.num_unparked += len(pages)
@@ -252,6 +255,10 @@ class Residency:
             space.check_integrity(pages if parked else pages + private, [s.units for s in held])
         for node in segments:
             _check_segment(node)
+
+
+def _is_parked(node: Segment) -> bool:
+    return node.parked
 
 
 def _check_segment(node: Segment) -> None:

@@ -59,6 +59,7 @@ def test_pages_fill_used_units_first():
     assert arena.fits(1, 3)
     assert not arena.fits(1, 4)
     assert arena.free_fraction == 0.25
+    assert arena.whole_units() == [3]
 
 
 def test_double_free_is_caught():

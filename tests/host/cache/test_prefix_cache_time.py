@@ -1,0 +1,78 @@
+"""Host work of the cache with 10,000 segments; `-s` prints it. The bar: 300 us on an idle core."""
+
+from __future__ import annotations
+
+from time import thread_time
+
+import numpy as np
+
+from ginfer.cache.geometry import CacheGeometry
+from ginfer.cache.prefix_cache import PrefixCache
+from ginfer.prompt import PreparedPrompt
+
+BAR_S = 300e-6
+SLOW = 10  # machines that run tests
+SYSTEM, TURN, ANSWER = 6000, 300, 200
+
+
+class NoMoves:
+    """A device of no weight."""
+
+    def __getattr__(self, name):
+        return lambda *args: None
+
+
+class Talk:
+    """One long conversation; its turn t is a prompt of 500 t + 6300 tokens."""
+
+    def __init__(self, rng, num_turns):
+        self.ids = rng.integers(0, 50_000, SYSTEM + num_turns * (TURN + ANSWER)).astype(np.int32)
+        self.ids[:SYSTEM] = np.arange(SYSTEM)
+
+    def prompt(self, turn):
+        end = SYSTEM + turn * (TURN + ANSWER) + TURN
+        return PreparedPrompt(token_ids=self.ids[:end], turn_starts=(SYSTEM, end - 5))
+
+    def serve(self, cache, turn, times):
+        prompt = self.prompt(turn)
+        n, end = prompt.num_tokens, prompt.num_tokens + ANSWER
+        sequence = timed(times, cache.acquire, prompt, end // 64 + 1)
+        start = sequence.cached_tokens
+        while start < n:
+            start = sequence.chunk_end(start, min((start + 1024) // 64 * 64, n))
+            timed(times, cache.grow, sequence, start)
+            timed(times, cache.commit, sequence, start)
+        timed(times, cache.grow, sequence, end)
+        timed(times, cache.release, sequence, self.ids[:end])
+
+
+def timed(times, method, *args):
+    began = thread_time()
+    result = method(*args)
+    times.setdefault(method.__name__, []).append(thread_time() - began)
+    return result
+
+
+def test_host_work_with_ten_thousand_segments():
+    rng = np.random.default_rng(5)
+    geometry = CacheGeometry(
+        num_units=900_000, page_nbytes=4 << 20, state_nbytes=147 << 20, num_slots=1
+    )
+    cache = PrefixCache(geometry, NoMoves())
+    times: dict[str, list[float]] = {}
+    for _ in range(490):
+        talk = Talk(rng, 10)
+        for turn in range(10):
+            talk.serve(cache, turn, times)
+    deep = Talk(rng, 200)
+    times.clear()
+    for turn in range(200):
+        timed(times, cache.match, deep.prompt(turn))
+        deep.serve(cache, turn, times)
+    assert cache.gauges()["segments"] >= 10_000
+    assert cache.match(deep.prompt(399)).num_tokens > 100_000
+    for name, spent in times.items():
+        early, last = np.median(spent[:100]), np.median(spent[-20:])
+        print(f"{name}: {early * 1e6:.0f} us early, {last * 1e6:.0f} us 400 segments deep")
+        assert early < SLOW * BAR_S
+    assert np.median(times["match"][-20:]) < SLOW * BAR_S
