@@ -217,6 +217,17 @@ def test_an_error_before_any_output_is_told_in_the_response():
     assert last(events)["output"] == []
 
 
+def test_an_error_in_the_middle_closes_the_text_and_leaves_the_call():
+    for text, status in (("Hi", "incomplete"), ("<tool_call>\n<function=get_weather>\n", None)):
+        builder = writer(demo_frontend(), **TOOLS)
+        frames = builder.start() + builder.delta(THOUGHT) + builder.delta(delta(text))
+        events = checked(frames + builder.fail(QueueTimeoutError("lost")))
+        done = [e["item"]["status"] for e in events if e["type"] == "response.output_item.done"]
+        assert done == ["completed", *([status] if status else [])]
+        assert last(events)["output"][-1]["status"] == "incomplete"
+        assert last(events)["status"] == "failed"
+
+
 def test_a_response_that_cannot_be_stored_fails_after_its_items():
     kept = memory()
     kept.store._max_nbytes = 100
