@@ -9,10 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LABELS = {
-    "finished": "reason",
-    "reuse": "path",
-}  # of counters that the engine keeps per kind; else "code"
+LABELS = {"finished": "reason", "reuse": "path"}  # of counters per kind; else "code"
+GROUPS = ("grammar",)  # numbers of one part of the engine
 SECONDS = "_s"
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 # What only grows; every other plain number of the engine is a gauge.
@@ -21,6 +19,8 @@ TOTALS = frozenset(
         *("submitted", "prompt_tokens", "cached_tokens", "prefill_tokens", "completion_tokens"),
         *("recomputed_tokens", "passed", "evicted_snapshots", "parked_pages", "unparked_pages"),
         *("prefill_rounds", "decode_rounds", "row_rounds", "forward_s", "busy_s"),
+        *("grammar_mask_s", "grammar_wait_s", "grammar_compile_s"),
+        *("grammar_compiled", "grammar_cached"),
     }
 )
 
@@ -34,6 +34,7 @@ class HttpStats:
         self.stream_errors: Counter[str] = Counter()
         self.active = 0
         self.refused_connections = 0
+        self.malformed_calls = 0
 
     def render(self) -> Iterator[str]:
         """Lines of exposition."""
@@ -45,6 +46,7 @@ class HttpStats:
         for code, count in sorted(self.stream_errors.items()):
             yield f"ginfer_http_stream_errors_total{_labels({'code': code})} {count}"
         yield from number("ginfer_http_requests_active", self.active, GAUGE)
+        yield from number("ginfer_tool_calls_malformed_total", self.malformed_calls, COUNTER)
         yield from number(
             "ginfer_http_connections_refused_total", self.refused_connections, COUNTER
         )
@@ -58,7 +60,7 @@ def number(name: str, value: float, kind: str) -> Iterator[str]:
 
 def render_engine(stats: Mapping[str, Any]) -> Iterator[str]:
     """Lines for the engine's snapshot: numbers, counters per kind, histograms."""
-    for key, value in stats.items():
+    for key, value in _flat(stats):
         base = f"ginfer_engine_{key.removesuffix(SECONDS)}"
         name = f"{base}_seconds" if key.endswith(SECONDS) else base
         if isinstance(value, dict) and "bounds" in value:
@@ -74,6 +76,15 @@ def render_engine(stats: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(value, int | float):
             total = key in TOTALS
             yield from number(f"{name}_total" if total else name, value, _kind(total))
+
+
+def _flat(stats: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and value, those of a group under its name."""
+    for key, value in stats.items():
+        if key in GROUPS:
+            yield from ((f"{key}_{name}", number) for name, number in value.items())
+        else:
+            yield key, value
 
 
 def _kind(total: bool) -> str:

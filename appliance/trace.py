@@ -14,6 +14,7 @@ from ginfer.errors import OverloadedError, QueueTimeoutError, UnavailableError
 
 if TYPE_CHECKING:
     from appliance.protocols.generation import Generation
+    from appliance.protocols.turn import CallTally
     from appliance.request_log import RequestLog
     from ginfer.engine.request import Event
     from ginfer.engine.request import Request as EngineRequest
@@ -60,7 +61,7 @@ class Trace:
         elif isinstance(event, Failed):
             self.failed(event.error)
 
-    def done(self, event: Finished, num_calls: int | None = None) -> None:
+    def done(self, event: Finished, tally: CallTally) -> None:
         """The answer is complete."""
         if self._over:
             return
@@ -74,7 +75,8 @@ class Trace:
             "computed_prefill_tokens": usage.prompt_tokens - usage.cached_tokens,
             "prefix_cache_hit_tokens": usage.cached_tokens,
             "prefix_reuse_path": self._reuse_path,
-            "tool_call_count": num_calls,
+            "tool_call_count": tally.completed,
+            "malformed_tool_call_count": tally.broken + tally.as_text,
         }
         seconds = {
             "prepare": self._prepare_s,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from appliance.protocols.defaults import SamplingOverrides
+from appliance.protocols.turn import CallTally
 from ginfer.engine.request import Request, StopString
 from ginfer.frontend.grammar import ToolChoice, json_grammar, tool_grammar
 
@@ -27,6 +28,7 @@ class Generation:
     = no limit. accepted_without_effect: names of the advisory fields given.
 
     schema_path, tool_schema_path: where the wire has `schema`, and that of tool number {}.
+    tally: what became of the calls, filled as the answer is read.
     """
 
     model: str
@@ -47,6 +49,7 @@ class Generation:
     thinking_budget: int | None = None
     stream: bool = False
     accepted_without_effect: tuple[str, ...] = ()
+    tally: CallTally = field(default_factory=CallTally, compare=False, repr=False)
 
     @property
     def active_tools(self) -> tuple[Tool, ...]:

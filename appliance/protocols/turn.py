@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ginfer.engine.request import FinishReason
@@ -24,6 +25,16 @@ class MalformedToolCallError(GInferError):
     status = 502
 
 
+@dataclass
+class CallTally:
+    """What became of the tool calls of one response: completed, announced and then broken or cut
+    off, shown as text because they were no calls."""
+
+    completed: int = 0
+    broken: int = 0
+    as_text: int = 0
+
+
 class OutputTurn:
     """One response being parsed: channel text to output events, and the state of its calls."""
 
@@ -31,6 +42,7 @@ class OutputTurn:
         self._parser = frontend.output_parser(generation.active_tools)
         self._frontend = frontend
         self._wants_logprobs = generation.logprobs is not None
+        self._tally = generation.tally
         self._num_ended = 0
         self._broken: str | None = None
         self._closed = False
@@ -44,7 +56,9 @@ class OutputTurn:
         if self._closed:
             return []
         self._closed = True
-        return self._watch(self._parser.finish())
+        events = self._watch(self._parser.finish())
+        self._tally.as_text += self._parser.num_unannounced
+        return events
 
     def finish_reason(self, reason: FinishReason) -> str:
         """length at a limit, tool_calls if a call was completed, else stop.
@@ -78,6 +92,8 @@ class OutputTurn:
         for event in events:
             if isinstance(event, CallEnded):
                 self._num_ended += 1
+                self._tally.completed += 1
             elif isinstance(event, CallBroken):
                 self._broken = event.reason
+                self._tally.broken += 1
         return events

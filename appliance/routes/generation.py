@@ -73,6 +73,8 @@ async def answer(request: HttpRequest, dialect: Dialect) -> HTTPResponse | None:
             return await _whole(context, exchange, events, trace)
         finally:
             context.http_stats.active -= 1
+            tally = exchange.generation.tally
+            context.http_stats.malformed_calls += tally.broken + tally.as_text
             events.close()  # cancels in the engine if the client left
 
 
@@ -140,7 +142,7 @@ async def _whole(
             collector.delta(event)
         elif isinstance(event, Finished):
             body = orjson.dumps(collector.finish(event))
-            trace.done(event)
+            trace.done(event, exchange.generation.tally)
             return HTTPResponse(body, content_type="application/json")
         elif isinstance(event, Failed):
             raise event.error
@@ -170,7 +172,7 @@ async def _stream(
                 await stream.send(writer.flush())
             await stream.send(_frames(writer, event))
             if isinstance(event, Finished):
-                trace.done(event)
+                trace.done(event, exchange.generation.tally)
         failure = None
     except Exception as exception:
         error = as_error(exception)

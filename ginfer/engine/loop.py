@@ -350,7 +350,7 @@ class RoundLoop:
             stop=ending.stop,
             stop_token_id=ending.stop_token_id,
         )
-        self.stats.finished[ending.reason.value] += 1
+        self.stats.finish(ending.reason.value, timings, output.completion_tokens)
         self._tell(job, (*rest, final))
 
     def _fail(self, job: Job, error: GInferError, *, keep: bool = True) -> None:

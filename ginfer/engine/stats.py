@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from ginfer.engine.request import Timings
+
+TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3, 1.0)
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -39,6 +43,8 @@ class Stats:
     finished counts by finish reason, failed by error code, rejected by error code at submission.
     reuse counts admitted requests by path; recomputed_tokens, prompt tokens that were computed
     again although their K/V was here. passed counts entries before an older request.
+    token_s: between two tokens of a request, its mean; total_s: from submission to the end of a
+    complete request.
     forward_s is time inside the backend, busy_s the time of whole rounds.
     """
 
@@ -61,7 +67,16 @@ class Stats:
         self.busy_s = 0.0
         self.queue_s = Histogram()
         self.first_token_s = Histogram()
+        self.token_s = Histogram(TOKEN_SECONDS)
+        self.total_s = Histogram()
         self.cancel_to_free_s = Histogram()
+
+    def finish(self, reason: str, timings: Timings, completion_tokens: int) -> None:
+        """Count a request that is complete."""
+        self.finished[reason] += 1
+        self.total_s.observe(timings.total_s)
+        if completion_tokens > 1:
+            self.token_s.observe(timings.decode_s / (completion_tokens - 1))
 
     def snapshot(self) -> dict[str, Any]:
         """Plain values, safe to send anywhere."""

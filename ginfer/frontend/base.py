@@ -93,7 +93,10 @@ class StreamDecoder(Protocol):
 
 class OutputParser(Protocol):
     """Channel text to output events, incremental: any split of the same text gives the same events
-    joined."""
+    joined. num_unannounced: calls that began and were none (no such tool, wrong syntax), which is
+    why they are content."""
+
+    num_unannounced: int
 
     def feed(self, channel: Channel, text: str) -> list[OutputEvent]:
         """Take text; return every event that is now certain."""

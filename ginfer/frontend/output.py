@@ -66,6 +66,7 @@ class QwenOutputParser:
         self._code = CodeSpans()
         self._step: Callable[[], bool] = self._text  # one decision; False = needs more text
         self._num_calls = 0
+        self.num_unannounced = 0
         self._arguments = ArgumentStream({})
         self._value_started = False
         self._events: list[OutputEvent] = []
@@ -116,6 +117,7 @@ class QwenOutputParser:
                 self._announce(name)
                 self._buffer = self._buffer[size:]
                 return True
+            self.num_unannounced += self._buffer.startswith(CALL)
         self._show(tag)
         self._buffer = self._buffer[1:]
         return True

@@ -344,7 +344,10 @@ def test_stats_add_up():
         assert stats["completion_tokens"] == 40
         assert stats["row_rounds"] == 36
         assert 9 <= stats["decode_rounds"] < 36
-        assert stats["queue_s"]["count"] == stats["first_token_s"]["count"] == 4
+        for name in ("queue_s", "first_token_s", "token_s", "total_s"):
+            assert stats[name]["count"] == 4, name
+        assert 0 < stats["token_s"]["sum"] < stats["total_s"]["sum"]
+        assert stats["reuse"] == {"none": 4}
         assert 0 < stats["forward_s"] < stats["busy_s"]
         assert stats["running"] == stats["waiting"] == 0
         assert stats["memory"]["arena"] > 0

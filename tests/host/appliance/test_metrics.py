@@ -49,6 +49,16 @@ def test_every_counter_of_the_engine_is_exposed() -> None:
     assert len(families) == len(stats.snapshot()) + 2
 
 
+def test_the_numbers_of_a_group_carry_its_name() -> None:
+    stats = {"grammar": {"mask_s": 0.5, "cached": 3}, "reuse": {"append": 2}}
+    families = _families(list(render_engine(stats)))
+    assert families["ginfer_engine_grammar_mask_seconds"].samples[0].value == 0.5
+    assert families["ginfer_engine_grammar_cached"].type == "counter"
+    assert _samples(families["ginfer_engine_reuse"]) == {
+        "ginfer_engine_reuse_total[('path', 'append')]": 2
+    }
+
+
 def test_labels_are_escaped() -> None:
     stats = HttpStats()
     stats.requests["GET", 'a"b\\c\nd', 200] += 1

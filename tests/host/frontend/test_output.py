@@ -246,6 +246,16 @@ def test_what_is_not_announced_is_text_in_full(text: str) -> None:
     assert parse(*text) == [ContentText(text)]
 
 
+def test_calls_that_are_none_are_counted_and_quoted_ones_are_not() -> None:
+    counts = []
+    for text in UNANNOUNCED:
+        parser = demo_frontend().output_parser(TOOLS)
+        parser.feed(Channel.CONTENT, text)
+        parser.finish()
+        counts.append(parser.num_unannounced)
+    assert counts == [1] * 8 + [0] * (len(UNANNOUNCED) - 8)
+
+
 @pytest.mark.parametrize(
     "before",
     [

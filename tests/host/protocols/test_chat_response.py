@@ -48,6 +48,7 @@ class Scripted:
     reasoning or content as its channel says. At the end it gives `last`."""
 
     script: dict = field(default_factory=dict)
+    num_unannounced: int = 0
     last: tuple = ()
 
     def output_parser(self, tools):
