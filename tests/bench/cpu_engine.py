@@ -73,7 +73,8 @@ def _best_seconds(command: list[str]) -> float:
     return min(times)
 
 
-def _device() -> str:
+def device() -> str:
+    """The processor, for records."""
     names = [
         line.split(":", 1)[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -93,7 +94,7 @@ def main() -> None:
     for name, (value, unit) in figures.items():
         print(f"{name:28} {value:10.1f} {unit}")
     if options.write:
-        record(figures, _device())
+        record(figures, device())
 
 
 if __name__ == "__main__":
