@@ -75,6 +75,54 @@ class GdnSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrafterSpec:
+    """A DFlash2 block drafter of a target. `hidden_size` and `vocab_size` are the target's; norms
+    are used as they are stored; all of a head turns by the token's index."""
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    mlp_width: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    norm_eps: float
+    window: int  # a query at p sees context keys at p - window + 1 and later; also the ring's rows
+    block_size: int  # the anchor and its masks
+    mask_id: int
+    tapped_layers: tuple[int, ...]  # target layers whose output stream is the context, ascending
+    conv_group: int  # channels that share a dynamic coefficient
+    selector_rank: int
+    num_candidates: int  # ids of a position that the selector scores
+
+    @property
+    def max_drafts(self) -> int:
+        """Most tokens that one block proposes."""
+        return self.block_size - 1
+
+    @property
+    def q_width(self) -> int:
+        """Columns of all query heads."""
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Columns of all key (or value) heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def tap_width(self) -> int:
+        """Columns of the tapped streams, side by side."""
+        return len(self.tapped_layers) * self.hidden_size
+
+    @property
+    def conv_coefficients(self) -> int:
+        """Dynamic coefficients of a column: [side 2][tap 2][groups]."""
+        return 4 * (self.hidden_size // self.conv_group)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One text model. `layers` gives the mixer of each layer; weights of norms are stored as (w),
     used as (1 + w)."""

@@ -56,7 +56,7 @@ class RandomModel:
             gdn=replace(demo.gdn, num_k_heads=gdn_k, num_v_heads=gdn_v),
         )
         vision = replace(QWEN_DEMO.vision, out_size=self.hidden_size)
-        return replace(QWEN_DEMO, model_id=self.name, spec=spec, vision=vision)
+        return replace(QWEN_DEMO, model_id=self.name, spec=spec, vision=vision, drafter=None)
 
     @property
     def spec(self) -> ModelSpec:

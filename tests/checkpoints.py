@@ -44,6 +44,37 @@ VISION_BLOCK = {
     "mlp.linear_fc2.weight": (1152, 4304),
     "mlp.linear_fc2.bias": (1152,),
 }
+DRAFTER_CONV = {"base_kernel": (2, 2, 5120), "kernel_projection.weight": (1280, 5120)}
+DRAFTER_LAYER = {
+    "input_layernorm.weight": (5120,),
+    "post_attention_layernorm.weight": (5120,),
+    "self_attn.q_proj.weight": (4096, 5120),
+    "self_attn.k_proj.weight": (1024, 5120),
+    "self_attn.v_proj.weight": (1024, 5120),
+    "self_attn.o_proj.weight": (5120, 4096),
+    "self_attn.q_norm.weight": (128,),
+    "self_attn.k_norm.weight": (128,),
+    "mlp.gate_proj.weight": (17408, 5120),
+    "mlp.up_proj.weight": (17408, 5120),
+    "mlp.down_proj.weight": (5120, 17408),
+    **{f"attention_conv.{name}": shape for name, shape in DRAFTER_CONV.items()},
+    **{f"mlp_conv.{name}": shape for name, shape in DRAFTER_CONV.items()},
+}
+
+
+def drafter_27b_shapes() -> Shapes:
+    """The 81 tensors of the DFlash2 checkpoint."""
+    shapes: Shapes = {
+        "fc.weight": (5120, 25600),
+        "hidden_norm.weight": (5120,),
+        "norm.weight": (5120,),
+        "candidate_selector.predecessor_codebook": (248320, 256),
+        "candidate_selector.successor_codebook": (248320, 256),
+        "candidate_selector.hidden_projection.weight": (256, 5120),
+    }
+    for i in range(5):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in DRAFTER_LAYER.items()}
+    return shapes
 
 
 def full_27b_shapes() -> Shapes:

@@ -72,7 +72,7 @@ def load_weights(
 def _expected(package: Package, contract: ModelContract) -> dict[str, ExpectedTensor]:
     profile = PROFILES[package.identity.weights_id]
     expected = {}
-    for t in contract.inventory():
+    for t in contract.inventory(drafter=profile.has_drafter):
         fmt, layout = profile.storage(t.role)
         expected[t.name] = ExpectedTensor(shape=t.shape, format=fmt, layout=layout)
     return expected

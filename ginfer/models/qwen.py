@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ginfer.models.contract import ModelContract, TokenIds, VisionSpec
+from ginfer.models.dflash2 import QWEN_27B_DRAFTER, QWEN_DEMO_DRAFTER
 from ginfer.spec import AttentionSpec, GdnSpec, LayerKind, ModelSpec
 
 if TYPE_CHECKING:
@@ -70,8 +71,13 @@ QWEN_27B = ModelContract(
         vision_end=248054,
         mask=248070,
     ),
-    profiles=("bf16", "groupwise-int"),
+    profiles=(
+        "bf16",
+        "groupwise-int",
+        *(f"groupwise-int-dflash2-{drafter}" for drafter in ("q4", "q4w8", "w8")),
+    ),
     resources=RESOURCES,
+    drafter=QWEN_27B_DRAFTER,
 )
 
 QWEN_DEMO = ModelContract(
@@ -114,8 +120,9 @@ QWEN_DEMO = ModelContract(
         vision_end=4100,
         mask=4110,
     ),
-    profiles=("bf16", "groupwise-int"),
+    profiles=("bf16", "groupwise-int", "groupwise-int-dflash2-q4"),
     resources=RESOURCES,
+    drafter=QWEN_DEMO_DRAFTER,
 )
 
 

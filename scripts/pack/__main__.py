@@ -32,33 +32,50 @@ if TYPE_CHECKING:
 @click.argument("out", type=click.Path(path_type=Path), required=False)
 @click.option("--model", required=True, help=f"One of {', '.join(CONTRACTS)}.")
 @click.option("--weights", required=True, help=f"One of {', '.join(PROFILES)}.")
+@click.option(
+    "--drafter",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of the DFlash2 checkpoint, for weights with a drafter.",
+)
 @click.option("--dry-run", is_flag=True, help="Check names and shapes; write nothing.")
-def main(checkpoint: Path, out: Path | None, model: str, weights: str, dry_run: bool) -> None:
+def main(
+    checkpoint: Path,
+    out: Path | None,
+    *,
+    model: str,
+    weights: str,
+    drafter: Path | None,
+    dry_run: bool,
+) -> None:
     """Pack the folder CHECKPOINT into the file OUT (and OUT.sha256).
 
     With --dry-run CHECKPOINT may also be a JSON list of {"name": ..., "shape": [...]}.
     """
     try:
-        contract = contract_for(model, weights)
+        contract, profile = contract_for(model, weights), PROFILES[weights]
+        if profile.has_drafter != (drafter is not None):
+            what = "needs a" if profile.has_drafter else "has no"
+            raise click.UsageError(f"--weights {weights} {what} drafter; see --drafter")
         if dry_run:
-            _dry_run(checkpoint, contract)
+            _dry_run(checkpoint, drafter, contract)
         elif out is None:
             raise click.UsageError("OUT is missing; name the package to write, or give --dry-run")
         else:
-            _pack(checkpoint, out, contract, PROFILES[weights])
+            with Checkpoint(checkpoint, drafter) as opened:
+                _pack(opened, out, contract, profile)
     except CheckpointError as error:
         _fail(error.problems)
     except (GInferError, OSError) as error:
         _fail([str(error)])
 
 
-def _dry_run(path: Path, contract: ModelContract) -> None:
+def _dry_run(path: Path, drafter: Path | None, contract: ModelContract) -> None:
     if path.is_dir():
-        with Checkpoint(path) as checkpoint:
+        with Checkpoint(path, drafter) as checkpoint:
             found = checkpoint.listing()
     else:
         found = _listed(path)
-    matched = packer.match(qwen.recipes(contract), found)
+    matched = packer.match(qwen.recipes(contract, drafter=drafter is not None), found)
     if matched.problems:
         raise CheckpointError(matched.problems)
     click.echo(
@@ -76,7 +93,9 @@ def _listed(path: Path) -> Listing:
         raise CheckpointError([fault]) from error
 
 
-def _pack(path: Path, out: Path, contract: ModelContract, profile: WeightProfile) -> None:
+def _pack(
+    checkpoint: Checkpoint, out: Path, contract: ModelContract, profile: WeightProfile
+) -> None:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -84,10 +103,7 @@ def _pack(path: Path, out: Path, contract: ModelContract, profile: WeightProfile
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with (
-        Checkpoint(path) as checkpoint,
-        Progress(*columns, console=console, disable=not console.is_terminal) as bars,
-    ):
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         total = sum(file.stat().st_size for file in checkpoint.files)
         hashing = bars.add_task("checkpoint digest", total=total)
         writing = bars.add_task(

@@ -65,7 +65,7 @@ def match(recipes: tuple[Recipe, ...], found: Listing) -> Match:
 def planned_tensors(contract: ModelContract, profile: WeightProfile) -> list[PlannedTensor]:
     """The inventory in physical order, each object in the profile's format."""
     tensors = []
-    for target in contract.inventory():
+    for target in contract.inventory(drafter=profile.has_drafter):
         fmt, layout = profile.storage(target.role)
         tensors.append(
             PlannedTensor(name=target.name, shape=target.shape, format=fmt, layout=layout)
@@ -85,7 +85,7 @@ def pack(
 
     Raises CheckpointError listing every missing, extra or misshapen tensor and missing resource.
     """
-    recipes = qwen.recipes(contract)
+    recipes = qwen.recipes(contract, drafter=profile.has_drafter)
     matched = match(recipes, checkpoint.listing())
     files = [checkpoint.folder / name.rpartition("/")[2] for name in contract.resources]
     problems = [*matched.problems, *(f"missing file {p.name}" for p in files if not p.is_file())]
@@ -95,7 +95,7 @@ def pack(
         model_id=contract.model_id,
         weights_id=profile.name,
         tp=1,
-        drafter_tp=0,
+        drafter_tp=int(profile.has_drafter),
         kv_calibration=None,
         qualified=(),
         producer=Producer(

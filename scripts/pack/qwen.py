@@ -1,7 +1,8 @@
 """Name map of Qwen3.8: every object of a contract's inventory from the tensors of a checkpoint.
 
 Source names are those of the Transformers class without their prefix: `text.…` stands for
-`model.language_model.…`, `visual.…` for `model.visual.…`; `lm_head.…` and `mtp.…` are as they are.
+`model.language_model.…`, `visual.…` for `model.visual.…`; `lm_head.…` and `mtp.…` are as they are,
+`dflash2.…` are those of the drafter's own checkpoint.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ PREFIXES = (  # the first that fits
     ("visual.", "visual."),
     ("lm_head.", "lm_head."),
     ("mtp.", "mtp."),
+    ("dflash2.", "dflash2."),
     ("model.", "text."),
 )
 DROPPED = "mtp."  # accepted and left out: we draft with DFlash2
@@ -66,12 +68,14 @@ def exported_name(source: str) -> str:
     return next(p + source.removeprefix(s) for p, s in PREFIXES if source.startswith(s))
 
 
-def recipes(contract: ModelContract) -> tuple[Recipe, ...]:
+def recipes(contract: ModelContract, *, drafter: bool = False) -> tuple[Recipe, ...]:
     """One recipe per object of the inventory, in its order."""
-    return tuple(_recipe(contract, target) for target in contract.inventory())
+    return tuple(_recipe(contract, target) for target in contract.inventory(drafter=drafter))
 
 
 def _recipe(contract: ModelContract, target: TensorSpec) -> Recipe:
+    if target.name.startswith("dflash2/"):
+        return Recipe(target, (Source(_draft_name(target.name), target.shape).rows(),))
     layer = re.fullmatch(r"text/layers/(\d+)/(.+)", target.name)
     if layer is None:
         name = SAME_ROWS.get(target.name)
@@ -85,6 +89,12 @@ def _recipe(contract: ModelContract, target: TensorSpec) -> Recipe:
         source = Source(prefix + "linear_attn.conv1d.weight", (channels, 1, taps))
         return Recipe(target, (source.rows(),), transpose=True)
     return Recipe(target, _FUSED[part](contract, prefix))
+
+
+def _draft_name(name: str) -> str:
+    """Same names, but that kernels and codebooks are no weights of modules."""
+    parameter = name.endswith(("base_kernel", "codebook"))
+    return name.replace("/", ".") + ("" if parameter else ".weight")
 
 
 def _vision_source(contract: ModelContract, target: TensorSpec) -> Source:

@@ -25,6 +25,7 @@ INDEX = "model.safetensors.index.json"
 MAX_HEADER_NBYTES = 100 << 20  # of a safetensors file
 ITEM_NBYTES = {"BF16": 2, "F16": 2, "F32": 4}
 HASH_BLOCK = 8 << 20
+DRAFTER = "dflash2."  # before the names of a drafter's tensors
 
 Listing = dict[str, tuple[tuple[int, ...], str | None]]  # name to shape and element type
 
@@ -51,18 +52,22 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The tensors of a folder by name. A context manager: it keeps the files open."""
+    """The tensors of a folder by name, and those of its drafter's folder as `dflash2.…`. A context
+    manager: it keeps the files open."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, drafter: Path | None = None) -> None:
         """Read the headers. Raises CheckpointError listing every fault of the files."""
         self.folder = folder
         self.tensors: dict[str, StoredTensor] = {}
         self._stack = ExitStack()
         self._handles: dict[Path, int] = {}
         problems: list[str] = []
-        self.files = _weight_files(folder, problems)
-        for path in self.files:
-            self._read_header(path, problems)
+        prefixes = dict.fromkeys(_weight_files(folder, problems), "")
+        if drafter is not None:
+            prefixes |= dict.fromkeys(_weight_files(drafter, problems), DRAFTER)
+        self.files = list(prefixes)
+        for path, prefix in prefixes.items():
+            self._read_header(path, prefix, problems)
         if problems:
             raise CheckpointError(problems)
 
@@ -90,11 +95,15 @@ class Checkpoint:
         return _to_float32(raw, tensor.dtype).reshape(stop - start, width)
 
     def digest(self, resources: Sequence[Path], progress: Callable[[int], None]) -> str:
-        """SHA-256 over 'digest  name' lines of the weight files and resources, sorted by name.
-        progress: receives the bytes of each block read."""
+        """SHA-256 over 'digest  name' lines of the weight files and resources, sorted by name, the
+        drafter's last. progress: receives the bytes of each block read."""
+
+        def place(path: Path) -> tuple[bool, str]:
+            return path.parent != self.folder, path.name
+
         lines = [
             f"{_file_digest(path, progress)}  {path.name}\n"
-            for path in sorted({*self.files, *resources}, key=lambda p: p.name)
+            for path in sorted({*self.files, *resources}, key=place)
         ]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -103,7 +112,7 @@ class Checkpoint:
             self._handles[path] = self._stack.enter_context(path.open("rb")).fileno()
         return self._handles[path]
 
-    def _read_header(self, path: Path, problems: list[str]) -> None:
+    def _read_header(self, path: Path, prefix: str, problems: list[str]) -> None:
         try:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
@@ -113,7 +122,7 @@ class Checkpoint:
             header.pop("__metadata__", None)
             size = path.stat().st_size
             for name, entry in header.items():
-                self._add(name, entry, path, (8 + length, size))
+                self._add(prefix + name, entry, path, (8 + length, size))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             problems.append(f"{path.name}: not a safetensors file ({error})")
 

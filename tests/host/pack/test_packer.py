@@ -33,6 +33,7 @@ SMALL = replace(
     vision=replace(
         QWEN_DEMO.vision, depth=1, hidden_size=32, mlp_width=48, num_positions=4, out_size=96
     ),
+    drafter=None,
 )
 
 
