@@ -22,7 +22,7 @@ def resolve_backend(name: str) -> str:
 def cuda_refusal() -> str:
     """Why the CUDA image cannot serve here, in one line; empty when it can."""
     try:
-        module = import_module("ginfer.cuda.backend")
+        module = import_module("ginfer.cuda.runtime.probe")
     except ImportError as e:
         return f"this version has no CUDA image ({e}); use backend cpu"
     return cast("str", module.refusal())

@@ -100,13 +100,13 @@ class DecodeScratch:
 
 @dataclass(frozen=True)
 class DecodeAttention:
-    """Shape of a launch: T columns, H query heads, blocks of the grid, whether groups may be
-    large, scale of the scores, order of the results."""
+    """Shape of a launch: T columns, H query heads, blocks of the grid, tiles of 16 rows of an
+    item, scale of the scores, order of the results."""
 
     T: int
     H: int
     grid: int
-    large: bool
+    tiles: int
     scale: float
     fragments: bool
 
@@ -124,9 +124,8 @@ def attention_decode(
     page 0, attention layer, shape of the pages."""
     (address, layer_idx, pages), (columns, scratch) = kv, tables
     T, H, early = shape.T, shape.H, queue.early
-    tiles = large_tiles(queue.image.capability) if shape.large else SMALL
     queue.launch(
-        attention_decode_kernel(tiles, early),
+        attention_decode_kernel(shape.tiles, early),
         (shape.grid,),
         *(scratch.partials, scratch.stats, qkgv, address, scratch.items, scratch.lists),
         *(scratch.first, columns.row, columns.token, columns.pages),

@@ -239,9 +239,11 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """Results in the order that the next decode linear reads."""
+    """Row-major results, and fragment order where decode linear kernels read it."""
     early = starts_early(capability)
-    yield gdn_step_kernel(early, early)
+    yield gdn_step_kernel(0, early)
+    if early:
+        yield gdn_step_kernel(1, early)
 
 
 @dataclass(frozen=True)
@@ -268,12 +270,19 @@ class GdnInputs:
 
 
 def gdn_step(
-    queue: Queue, out: int, inputs: GdnInputs, *, T: int, rows: Rows, layer: GdnLayer
+    queue: Queue,
+    out: int,
+    inputs: GdnInputs,
+    *,
+    T: int,
+    tables: tuple[Rows, GdnLayer],
+    fragments: bool,
 ) -> None:
-    """out [T, HV V] BF16, in fragment order where the queue starts early; slots state_in are read,
-    state_out written."""
+    """out [T, HV V] BF16, row-major or in fragment order; slots state_in are read, state_out
+    written."""
+    rows, layer = tables
     queue.launch(
-        gdn_step_kernel(queue.early, queue.early),
+        gdn_step_kernel(fragments, queue.early),
         (rows.B * layer.HV,),
         *(out, inputs.convolved, inputs.mix, inputs.ab, layer.state, layer.gates, layer.w),
         *(rows.indptr, rows.state_in, rows.state_out, layer.W),

@@ -39,7 +39,8 @@ def tiles_of(T: int) -> tuple[int, int]:
 
 def pair_store(fragments: int) -> Any:
     """Device function store(y, t, k, K, first, rest, pair): a BF16 pair to columns k and k + 1 (k
-    even) of token t of activations [T, K]; first, rest: `tiles_of(T)`, unused when row-major."""
+    even) of token t of activations [T, K]; first, rest: `tiles_of(T)`, unused when row-major. K is
+    a multiple of 64 in fragment order."""
 
     @cuda.jit(device=True, inline="always")
     def store_fragment(y, t, k, K, first, rest, pair):

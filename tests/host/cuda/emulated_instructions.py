@@ -277,7 +277,30 @@ _NOTHING_TO_DO = (
 )
 
 
-def fake_ptx():
+def _fma_pair(a, b, c):
+    low = [float_of((v & 0xFFFF) << 16) for v in (a, b, c)]
+    high = [float_of(v & 0xFFFF0000) for v in (a, b, c)]
+    return bf16_bits(high[0] * high[1] + high[2]) << 16 | bf16_bits(low[0] * low[1] + low[2])
+
+
+_PACKED = {
+    "bf16x2_fma": _fma_pair,
+    "u16_low": lambda word: word & 0xFFFF,
+    "u16_high": lambda word: word >> 16,
+    "and_or": lambda a, b, c: (a & b) | c,
+}
+
+
+def _unknown(*_, **__):
+    def refuse(*_):
+        raise NotImplementedError("an instruction without a stand-in")
+
+    return refuse
+
+
+def fake_ptx(names):
+    """The module; names: of all instructions, those without a stand-in refuse to run."""
     ptx = types.ModuleType("ginfer.cuda.lib.ptx")
-    ptx.__dict__.update(_MEMORY, **_OTHERS, **dict.fromkeys(_NOTHING_TO_DO, _none))
+    ptx.__dict__.update(dict.fromkeys(names, _unknown()), ptx_op=_unknown)
+    ptx.__dict__.update(_MEMORY, **_OTHERS, **_PACKED, **dict.fromkeys(_NOTHING_TO_DO, _none))
     return ptx

@@ -14,6 +14,7 @@ import types
 
 import numpy as np
 
+from ginfer.cuda.lib import ptx as real_ptx
 from tests.host.cuda.emulated_block import machine
 from tests.host.cuda.emulated_instructions import TYPES, fake_numba, fake_ptx
 
@@ -97,7 +98,9 @@ def emulated(module):
         kept = {n: m for n, m in sys.modules.items() if _ours(n) or n == "numba"}
         for name in kept:
             del sys.modules[name]
-        sys.modules["numba"], sys.modules["ginfer.cuda.lib.ptx"] = fake_numba(), fake_ptx()
+        names = [n for n in dir(real_ptx) if not n.startswith("_")]
+        sys.modules["numba"] = fake_numba()
+        sys.modules["ginfer.cuda.lib.ptx"] = fake_ptx(names)
         from ginfer.cuda.runtime.jit import BUILDERS
 
         builders = dict(BUILDERS)
@@ -118,13 +121,17 @@ def emulated(module):
     return _loaded[module]
 
 
-def run(item, grid, *arguments):
-    """Run a kernel of an emulated module. Arrays become addresses; the rest stays."""
-    machine.arrays = []
+def launch(item, grid, arguments):
+    """Run a kernel of an emulated module; addresses lie in the ranges of `machine.arrays`."""
     build = emulated(item.module).__dict__[item.builder_name].__wrapped__(*item.arguments)
-    values = [machine.own(a) if isinstance(a, np.ndarray) else a for a in arguments]
-    wrapped = [TYPES[t](v) for t, v in zip(item.signature, values, strict=True)]
-    machine.run(build.function, grid, build.threads, build.shared_nbytes, wrapped)
+    values = [TYPES[t](v) for t, v in zip(item.signature, arguments, strict=True)]
+    machine.run(build.function, grid, build.threads, build.shared_nbytes, values)
+
+
+def run(item, grid, *arguments):
+    """Run a kernel on arrays, which become addresses; numbers stay."""
+    machine.arrays = []
+    launch(item, grid, [machine.own(a) if isinstance(a, np.ndarray) else a for a in arguments])
 
 
 class Emulator:

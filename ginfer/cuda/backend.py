@@ -1,0 +1,329 @@
+"""CudaBackend: the Backend protocol over the kernels of this package, on one GPU.
+
+Activations are BF16, the residual stream included; sums are FP32. K/V is BF16 in pages, recurrent
+state FP32. Decode rounds of one column per row are graphs, captured at start for every number of
+rows: `embed` replays the whole forward, and the blocks that follow have nothing left to do. Other
+batches, and all of them without graphs, are launched one by one; the bits are the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ginfer.batch import Phase, Selection
+from ginfer.cuda.blocks import Blocks
+from ginfer.cuda.frame import Frame, Staged, table_sizes
+from ginfer.cuda.runtime.catalog import kernels_of
+from ginfer.cuda.runtime.device import Device
+from ginfer.cuda.runtime.graph import Graph
+from ginfer.cuda.runtime.image import Image, native_capability
+from ginfer.cuda.runtime.memory import Arena, PinnedBuffer, copy_to_host, set_bytes
+from ginfer.cuda.runtime.queue import Queue
+from ginfer.cuda.runtime.stream import Stream
+from ginfer.cuda.sampling.choose import RESULT_NBYTES
+from ginfer.cuda.sampling.launch import (
+    RESULT,
+    SelectionScratch,
+    SelectionShape,
+    SelectionTables,
+    best_ids,
+    key_values,
+    logprob,
+    scratch_nbytes,
+    select,
+)
+from ginfer.cuda.slots import Slots, memory_nbytes
+from ginfer.cuda.weights import Model, upload
+from ginfer.env import CUDA_GRAPHS
+from ginfer.errors import ConfigError
+from ginfer.sizes import MIB
+from ginfer.spec import LayerKind, ModelSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ginfer.backend import MemoryPlan, PackedTensor
+    from ginfer.batch import ForwardBatch
+
+MAX_TOP = 32  # best ids per row
+MAX_SELECTED = 128  # columns whose logits are wanted at a time
+
+
+class CudaBackend:
+    """One model on one GPU."""
+
+    name = "cuda"
+
+    def __init__(self, spec: ModelSpec, *, graphs: bool | None = None) -> None:
+        a, g = spec.attention, spec.gdn
+        if (a.head_dim, a.rotary_dim, g.k_head_dim, g.v_head_dim) != (256, 64, 128, 128):
+            raise ConfigError("the CUDA image has kernels for heads of 256 and 128 dims only")
+        self._spec = spec
+        self._wants_graphs = CUDA_GRAPHS.read() != "0" if graphs is None else graphs
+        self._device = Device()
+        capability = native_capability(self._device.info.capability)
+        image = Image.open(
+            capability, kernels_of(capability), device_capability=self._device.info.capability
+        )
+        self._queue = Queue(image, Stream())
+        self._model: Model | None = None
+        self._memory: Arena | None = None
+        self._graphs: dict[int, Graph] = {}
+        self._replayed, self._staged = False, Staged(0, 0, 0)
+
+    def load(self, tensors: Iterable[PackedTensor], progress: Callable[[int], None]) -> None:
+        """Upload the weights. Raises ArtifactError naming what is missing, ConfigError when they do
+        not fit."""
+        self._device.use()
+        self._model = upload(self._spec, tensors, self._queue.stream, progress)
+
+    def allocate(self, plan: MemoryPlan) -> None:
+        """Take and zero all memory, then capture the graphs of decode rounds."""
+        assert self._model is not None, "load comes first"
+        self._device.use()
+        spec, V = self._spec, self._spec.num_token_ids
+        self._selected = min(max(plan.num_rows, 8), MAX_SELECTED)
+        tables = table_sizes(spec, plan, self._selected)
+        select_nbytes = scratch_nbytes(self._selected, V, MAX_TOP)
+        parts = {
+            **memory_nbytes(spec, plan),
+            **Blocks.nbytes(spec, plan, self._model, self._selected),
+            **tables,
+            **select_nbytes,
+            "counts": plan.num_rows * V * 4,
+            "tokens": plan.num_rows * 4,
+            "results": self._selected * RESULT_NBYTES,
+        }
+        slack = 4 * MIB + len(parts) * 1024
+        self._memory = memory = Arena(sum(parts.values()) + slack, "memory of requests")
+        self._slots = Slots(spec, plan, memory, self._queue.stream)
+        self._frame = Frame(spec, plan, memory, sizes=tables, queue=self._queue)
+        sms = self._device.info.num_sms
+        self._blocks = Blocks(spec, plan, self._model, queue=self._queue, num_sms=sms)
+        self._blocks.allocate(memory, self._frame, self._slots, selected=self._selected)
+        taken = {name: memory.take(n, "selection") for name, n in select_nbytes.items()}
+        self._scratch = SelectionScratch(**taken)
+        self._counts = memory.take(parts["counts"], "counts")
+        self._tokens = memory.take(parts["tokens"], "selection")
+        self._results = memory.take(parts["results"], "selection")
+        set_bytes(self._counts, 0, self._queue.stream)
+        self._answers = PinnedBuffer(self._selected * (RESULT_NBYTES + MAX_TOP * 8))
+        self._queue.stream.synchronize()
+        if self._wants_graphs:
+            for B in range(1, plan.num_rows + 1):
+                self._capture(B)
+
+    def _capture(self, B: int) -> None:
+        """The graph of a decode round of B rows, all of whose logits are wanted."""
+        staged = self._frame.decode_round(B)
+
+        def work() -> None:
+            self._blocks.embed(staged, Phase.DECODE)
+            for i in range(len(self._spec.layers)):
+                self._mixer(i, staged, Phase.DECODE)
+                self._blocks.mlp(i, staged, Phase.DECODE)
+            self._blocks.head(B)
+
+        self._graphs[B] = Graph(self._queue.stream, work, name=f"decode round of {B}")
+
+    def _mixer(self, layer_idx: int, staged: Staged, phase: Phase) -> None:
+        gated = self._spec.layers[layer_idx] is LayerKind.GATED_DELTANET
+        (self._blocks.gdn if gated else self._blocks.attention)(layer_idx, staged, phase)
+
+    def _is_round(self, batch: ForwardBatch) -> bool:
+        """Whether a graph computes this batch: one column per row, in order, all selected."""
+        B, s = batch.num_rows, batch.selection
+        return (
+            batch.phase is Phase.DECODE
+            and B in self._graphs
+            and batch.num_columns == B
+            and s is not None
+            and np.array_equal(s.columns, np.arange(B))
+        )
+
+    def embed(self, batch: ForwardBatch) -> Staged:
+        """Stage the batch; compute the embedding rows, or with a graph everything up to the
+        logits."""
+        self._device.use()
+        ids = batch.token_ids
+        assert ids.min(initial=0) >= 0
+        assert ids.max(initial=0) < self._spec.vocab_size  # kernels do not check
+        self._staged = self._frame.fill(batch)
+        if batch.selection is not None:
+            self._frame.fill_columns(batch.selection)
+        self._replayed = self._is_round(batch)
+        if self._replayed:
+            self._graphs[batch.num_rows].replay()
+        else:
+            self._blocks.embed(self._staged, batch.phase)
+        return self._staged
+
+    def attention_block(self, hidden: Staged, layer_idx: int, batch: ForwardBatch) -> None:
+        """hidden += attention(norm(hidden)); appends the columns' K and V first."""
+        if not self._replayed:
+            self._blocks.attention(layer_idx, hidden, batch.phase)
+
+    def gdn_block(self, hidden: Staged, layer_idx: int, batch: ForwardBatch) -> None:
+        """hidden += gated_deltanet(norm(hidden)); slots state_in are read, state_out written."""
+        if not self._replayed:
+            self._blocks.gdn(layer_idx, hidden, batch.phase)
+
+    def mlp_block(self, hidden: Staged, layer_idx: int, batch: ForwardBatch) -> None:
+        """hidden += mlp(norm(hidden))."""
+        if not self._replayed:
+            self._blocks.mlp(layer_idx, hidden, batch.phase)
+
+    def select(self, hidden: Staged, batch: ForwardBatch) -> Selection:
+        """Final norm, head and selection of the wanted columns; counts the chosen tokens."""
+        s = batch.selection
+        assert s is not None
+        R, num_top = len(s.columns), max(s.num_top, 0)
+        assert self._selected >= R
+        assert num_top <= MAX_TOP
+        assert s.forced.max(initial=-1) < self._spec.num_token_ids
+        if not self._replayed:
+            self._blocks.head(R)
+        self._frame.fill_selection(s)
+        at = self._frame.address
+        tables = SelectionTables(
+            draws=at("draws"),
+            mask=0 if s.mask is None else at("mask"),
+            bias_ids=at("bias_ids"),
+            bias_values=at("bias_values"),
+            counts=self._counts.address,
+            results=self._results.address,
+            tokens=self._tokens.address,
+        )
+        select(
+            self._queue,
+            self._blocks.logits,
+            tables=tables,
+            scratch=self._scratch,
+            shape=SelectionShape(R, self._spec.num_token_ids, self._spec.vocab_size * 4, num_top),
+        )
+        return self._read(R, num_top)
+
+    def _read(self, R: int, num_top: int) -> Selection:
+        """Wait for the results, and turn keys and masses into log-probabilities."""
+        host, stream = self._answers, self._queue.stream
+        results_nbytes, top_nbytes = R * RESULT_NBYTES, R * num_top * 8
+        copy_to_host(host.host, self._results.address, results_nbytes, stream=stream)
+        if num_top:
+            to = host.host + results_nbytes
+            copy_to_host(to, self._scratch.top.address, top_nbytes, stream=stream)
+        stream.synchronize()
+        results = host.bytes[:results_nbytes].view(RESULT)
+        top = host.bytes[results_nbytes : results_nbytes + top_nbytes].view(np.uint64)
+        best, sound = key_values(results["best"]), results["sound"] != 0
+        logprobs = np.full(R, np.nan, np.float32)
+        top_ids = np.full((R, num_top), -1, np.int32)
+        top_logprobs = np.full((R, num_top), -np.inf, np.float32)
+        for r in np.flatnonzero(sound):
+            mass = int(results["mass"][r])
+            logprobs[r] = logprob(results["logit"][r], best[r], mass)
+            ids, values = best_ids(top.reshape(R, num_top)[r])
+            top_ids[r, : len(ids)] = ids
+            top_logprobs[r, : len(ids)] = [logprob(v, best[r], mass) for v in values]
+        return Selection(
+            token_ids=results["token"].copy(),
+            logprobs=logprobs,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            finite=sound,
+        )
+
+    def reset_rows(self, rows: Sequence[int]) -> None:
+        """Zero the token counts of lanes."""
+        self._device.use()
+        nbytes = self._spec.num_token_ids * 4
+        for row in rows:
+            set_bytes(self._counts.part(row * nbytes, nbytes), 0, self._queue.stream)
+
+    def clear_slot(self, slot: int) -> None:
+        """Zero a recurrent slot."""
+        self._device.use()
+        self._slots.clear(slot)
+
+    def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy recurrent slots, (destination, source) each, one after the other."""
+        self._device.use()
+        for target, source in pairs:
+            self._slots.copy(target, source)
+
+    def save_state(self, slot: int, units: Sequence[int]) -> None:
+        """Copy a recurrent slot to arena units."""
+        self._device.use()
+        self._slots.save(slot, units)
+
+    def load_state(self, units: Sequence[int], slot: int) -> None:
+        """Copy a snapshot to a recurrent slot."""
+        self._device.use()
+        self._slots.load(units, slot)
+
+    def load_parked_state(self, host_units: Sequence[int], slot: int) -> None:
+        """Copy a parked snapshot to a recurrent slot."""
+        self._device.use()
+        self._slots.load_parked(host_units, slot)
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a K/V page."""
+        self._device.use()
+        self._slots.copy_page(source, target)
+
+    def park_pages(self, pages: Sequence[int], host_pages: Sequence[int]) -> None:
+        """Copy pages to host pages."""
+        self._device.use()
+        self._slots.park(pages, host_pages, pages=True)
+
+    def unpark_pages(self, host_pages: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy host pages to pages."""
+        self._device.use()
+        self._slots.unpark(host_pages, pages, pages=True)
+
+    def park_units(self, units: Sequence[int], host_units: Sequence[int]) -> None:
+        """Copy units to host units."""
+        self._device.use()
+        self._slots.park(units, host_units, pages=False)
+
+    def unpark_units(self, host_units: Sequence[int], units: Sequence[int]) -> None:
+        """Copy host units to units."""
+        self._device.use()
+        self._slots.unpark(host_units, units, pages=False)
+
+    def give_back(self, units: Sequence[int]) -> None:
+        """Nothing: device memory is one piece and stays with the process."""
+
+    def take_back(self) -> None:
+        """Nothing was given back."""
+
+    def ledger(self) -> dict[str, int]:
+        """Bytes on the device by use; parking is host memory."""
+        assert self._model is not None
+        assert self._memory is not None
+        used = dict(self._memory.ledger)
+        named = {name: used.pop(name, 0) for name in ("arena", "slots", "counts")}
+        return {
+            "weights": self._model.arena.used,
+            **named,
+            "parking": self._slots.parking_nbytes,
+            "workspace": sum(used.values()),
+        }
+
+    def close(self) -> None:
+        """Free graphs and memory."""
+        self._device.use()
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs = {}
+        if self._memory is not None:
+            self._queue.stream.synchronize()
+            self._frame.close()
+            self._slots.close()
+            self._answers.close()
+            self._memory.close()
+            self._memory = None
+        if self._model is not None:
+            self._model.arena.close()
+            self._model = None

@@ -1,0 +1,279 @@
+"""Blocks of the forward pass: which kernels, on which buffers, in which order.
+
+Activations between kernels are row-major BF16; where decode linear kernels exist (sm_90a), what
+they read is in fragment order instead. Decode linear kernels also compute the head of a prompt's
+last column; everything else of a prompt is prefill. Without them both phases use the kernels of
+prefill, whose values do not depend on the number of columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from ginfer.batch import Phase
+from ginfer.cuda.attention.append import append
+from ginfer.cuda.attention.decode import attention_decode_kernel
+from ginfer.cuda.attention.decode_launch import DecodeAttention, attention_decode
+from ginfer.cuda.attention.decode_launch import DecodeScratch as AttentionScratch
+from ginfer.cuda.attention.prefill import PrefillAttention, attention_prefill
+from ginfer.cuda.embedding import embedding
+from ginfer.cuda.frame import most_partials
+from ginfer.cuda.gdn.conv import Channels, conv
+from ginfer.cuda.gdn.step import GdnInputs, GdnLayer, gdn_step
+from ginfer.cuda.linear.decode import Epilogue
+from ginfer.cuda.linear.decode_launch import DecodeLinear, DecodeScratch, linear_decode
+from ginfer.cuda.linear.decode_launch import scratch_nbytes as linear_scratch_nbytes
+from ginfer.cuda.linear.prefill import Epilogue as PrefillEpilogue
+from ginfer.cuda.linear.prefill_launch import (
+    LinearPrefillPlan,
+    PrefillLinear,
+    PrefillTokens,
+    linear_prefill,
+    token_maps,
+)
+from ginfer.cuda.norm import RowNorm, rms_norm
+from ginfer.cuda.runtime.memory import set_bytes
+from ginfer.cuda.runtime.tensor_map import NBYTES as MAP_NBYTES
+from ginfer.cuda.runtime.tensor_map import place_tensor_maps
+from ginfer.sizes import align_up
+from ginfer.spec import LayerKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ginfer.backend import MemoryPlan
+    from ginfer.cuda.frame import Frame, Staged
+    from ginfer.cuda.runtime.memory import Arena, Slice
+    from ginfer.cuda.runtime.queue import Queue
+    from ginfer.cuda.slots import Slots
+    from ginfer.cuda.weights import Layer, Matrix, Model
+    from ginfer.spec import ModelSpec
+
+TOKEN_PADDING = 128  # rows beyond T that a fragment-ordered buffer may have
+MAPS_NBYTES = 64 * MAP_NBYTES
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Inputs of linear operators: address of [T, K] BF16 in either order, and the tensor maps of
+    the row-major view by tile width."""
+
+    address: int
+    maps: Mapping[int, int]
+
+
+class Buffers(NamedTuple):
+    """Addresses of activations. inner: q, k, gate, v, or q, k, v, z; ab: gates of GDN, FP32."""
+
+    hidden: int
+    normed: Activations
+    inner: int
+    ab: int
+    convolved: int
+    attended: Activations  # these two share one buffer
+    gated: Activations
+    mlp: Activations
+    selected: Activations
+    logits: int
+
+
+class Blocks:
+    """Launches of one model's blocks on one queue."""
+
+    def __init__(
+        self, spec: ModelSpec, plan: MemoryPlan, model: Model, *, queue: Queue, num_sms: int
+    ) -> None:
+        self._spec, self._plan, self._model = spec, plan, model
+        self._queue, self._sms = queue, num_sms
+        kinds = (LayerKind.FULL_ATTENTION, LayerKind.GATED_DELTANET)
+        self._index = {i: n for kind in kinds for n, i in enumerate(spec.layers_of(kind))}
+        self.logits = 0
+
+    @staticmethod
+    def nbytes(spec: ModelSpec, plan: MemoryPlan, model: Model, selected: int) -> dict[str, int]:
+        """Bytes of every buffer; `selected`: most columns whose logits are wanted at a time."""
+        a, g, T = spec.attention, spec.gdn, plan.max_columns + TOKEN_PADDING
+        inner = max(2 * (a.q_width + a.kv_width), g.conv_channels + g.value_width)
+        blocks = most_partials(plan)
+        scratch = [linear_scratch_nbytes(m.N, m.K) for m in model.matrices()]
+        return {
+            "hidden": T * spec.hidden_size * 2,
+            "normed": T * spec.hidden_size * 2,
+            "inner": T * inner * 2,
+            "ab": T * 2 * g.num_v_heads * 4,
+            "convolved": T * g.conv_channels * 2,
+            "mixed": T * max(a.q_width, g.value_width) * 2,
+            "mlp": T * spec.mlp_width * 2,
+            "selected": (selected + TOKEN_PADDING) * spec.hidden_size * 2,
+            "logits": selected * spec.vocab_size * 4,
+            "partials": blocks * a.q_width * 4,
+            "stats": blocks * a.num_q_heads * 8,
+            "slices": max(workspace for workspace, _ in scratch),
+            "counters": align_up(max(counters for _, counters in scratch), 256),
+            "maps": MAPS_NBYTES,
+        }
+
+    def allocate(self, memory: Arena, frame: Frame, slots: Slots, *, selected: int) -> None:
+        """Take the buffers and zero them."""
+        spec, a, g = self._spec, self._spec.attention, self._spec.gdn
+        self._frame, self._slots = frame, slots
+        sizes = self.nbytes(spec, self._plan, self._model, selected)
+        parts = {name: memory.take(n, name, alignment=1024) for name, n in sizes.items()}
+        for part in parts.values():
+            set_bytes(part, 0, self._queue.stream)
+        self._queue.stream.synchronize()
+        at = {name: part.address for name, part in parts.items()}
+        widths = {
+            "normed": (parts["normed"], spec.hidden_size),
+            "attended": (parts["mixed"], a.q_width),
+            "gated": (parts["mixed"], g.value_width),
+            "mlp": (parts["mlp"], spec.mlp_width),
+            "selected": (parts["selected"], spec.hidden_size),
+        }
+        inputs = self._inputs(widths, parts["maps"])
+        self._buffers = Buffers(
+            hidden=at["hidden"],
+            inner=at["inner"],
+            ab=at["ab"],
+            convolved=at["convolved"],
+            logits=at["logits"],
+            **inputs,
+        )
+        self.logits = at["logits"]
+        self._slices = DecodeScratch(workspace=at["slices"], counters=at["counters"])
+        self._attention_scratch = AttentionScratch(
+            *(at["partials"], at["stats"]), *map(frame.address, ("items", "lists", "first"))
+        )
+
+    def _inputs(
+        self, buffers: Mapping[str, tuple[Slice, int]], room: Slice
+    ) -> dict[str, Activations]:
+        """Inputs of linear operators in buffers of so many columns, with their tensor maps."""
+        found: dict[str, dict[int, int]] = {name: {} for name in buffers}
+        if self._queue.early:
+            views = {
+                (name, tile): view
+                for name, (part, K) in buffers.items()
+                for tile, view in token_maps(part.address, rows=part.nbytes // (2 * K), K=K).items()
+            }
+            places = place_tensor_maps(list(views.values()), room)
+            for (name, tile), place in zip(views, places, strict=True):
+                found[name][tile] = place
+        return {n: Activations(part.address, found[n]) for n, (part, _) in buffers.items()}
+
+    def _fragments(self, phase: Phase) -> bool:
+        return self._queue.early and phase is Phase.DECODE
+
+    def _norm(self, weight: int, T: int, phase: Phase) -> None:
+        """normed = norm of the residual stream."""
+        b, C = self._buffers, self._spec.hidden_size
+        how = RowNorm(self._spec.norm_eps, self._fragments(phase))
+        rms_norm(self._queue, b.normed.address, b.hidden, weight, shape=(T, C), how=how)
+
+    def _linear(
+        self, y: int, x: Activations, matrix: Matrix, *, epilogue: Epilogue, T: int, phase: Phase
+    ) -> None:
+        """y = x W^T with an epilogue."""
+        image, stream = self._queue.image, self._queue.stream
+        if self._fragments(phase):
+            decode = DecodeLinear(
+                w=matrix.address,
+                fmt=matrix.fmt,
+                N=matrix.N,
+                K=matrix.K,
+                epilogue=epilogue,
+                num_sms=self._sms,
+            )
+            linear_decode(image, stream, y, x.address, T=T, linear=(decode, self._slices))
+            return
+        prefill = PrefillLinear(
+            w=matrix.address,
+            fmt=matrix.fmt,
+            N=matrix.N,
+            K=matrix.K,
+            epilogue=PrefillEpilogue(epilogue),
+            num_sms=self._sms,
+        )
+        tokens = PrefillTokens(x=x.address, T=T, maps=x.maps)
+        plan = image.plans.find("linear_prefill", LinearPrefillPlan, prefill.shape(T))
+        linear_prefill(image, stream, y, tokens=tokens, linear=prefill, plan=plan)
+
+    def embed(self, staged: Staged, phase: Phase) -> None:
+        """hidden = embedding rows."""
+        e, b = self._model.embedding, self._buffers
+        table, shape = (e.address, e.fmt, e.stride), (staged.T, self._spec.hidden_size)
+        embedding(self._queue, b.hidden, self._frame.address("ids"), table=table, shape=shape)
+
+    def attention(self, layer_idx: int, staged: Staged, phase: Phase) -> None:
+        """hidden += attention(norm(hidden))."""
+        w, b, a, T = self._model.layers[layer_idx], self._buffers, self._spec.attention, staged.T
+        assert w.heads is not None
+        kv = (self._slots.units.address, self._index[layer_idx], self._slots.pages)
+        columns, queue = self._frame.columns, self._queue
+        self._norm(w.input_norm, T, phase)
+        self._linear(b.inner, b.normed, w.inner, epilogue=Epilogue.STORE_BF16, T=T, phase=phase)
+        append(queue, b.inner, kv, T=T, columns=columns, norms=(w.heads, a.num_q_heads))
+        if phase is Phase.PREFILL:
+            queries = self._frame.address("queries")
+            items = PrefillAttention(queries, staged.num_queries, a.num_q_heads, a.scale)
+            attention_prefill(
+                queue, b.attended.address, b.inner, kv=kv, columns=columns, shape=items
+            )
+        else:
+            kernel = attention_decode_kernel(staged.tiles, queue.early)
+            grid = self._sms * queue.image[kernel].occupancy()
+            shape = DecodeAttention(
+                T, a.num_q_heads, grid, staged.tiles, a.scale, self._fragments(phase)
+            )
+            tables = (columns, self._attention_scratch)
+            attention_decode(queue, b.attended.address, b.inner, kv=kv, tables=tables, shape=shape)
+        self._add(b.attended, w.output, T, phase)
+
+    def _add(self, x: Activations, matrix: Matrix, T: int, phase: Phase) -> None:
+        """hidden += x W^T."""
+        to = self._buffers.hidden
+        self._linear(to, x, matrix, epilogue=Epilogue.ADD_BF16, T=T, phase=phase)
+
+    def gdn(self, layer_idx: int, staged: Staged, phase: Phase) -> None:
+        """hidden += gated_deltanet(norm(hidden))."""
+        w, b, g, T = self._model.layers[layer_idx], self._buffers, self._spec.gdn, staged.T
+        assert w.a_b is not None
+        rows, index, W = self._frame.rows(staged), self._index[layer_idx], w.inner.N
+        self._norm(w.input_norm, T, phase)
+        self._linear(b.inner, b.normed, w.inner, epilogue=Epilogue.STORE_BF16, T=T, phase=phase)
+        self._linear(b.ab, b.normed, w.a_b, epilogue=Epilogue.STORE_F32, T=T, phase=phase)
+        channels = Channels(g.conv_channels, W, w.taps, self._slots.history(index))
+        conv(self._queue, b.convolved, b.inner, rows=rows, channels=channels)
+        gdn_step(
+            self._queue,
+            b.gated.address,
+            GdnInputs(b.convolved, b.inner, b.ab),
+            T=T,
+            tables=(rows, self._gdn_layer(w, index)),
+            fragments=self._fragments(phase),
+        )
+        self._add(b.gated, w.output, T, phase)
+
+    def _gdn_layer(self, w: Layer, index: int) -> GdnLayer:
+        g, state = self._spec.gdn, self._slots.state(index)
+        heads = (g.num_k_heads, g.num_v_heads)
+        return GdnLayer(state, w.gates, w.norm, *heads, w.inner.N, self._spec.norm_eps)
+
+    def mlp(self, layer_idx: int, staged: Staged, phase: Phase) -> None:
+        """hidden += down(silu(gate(x)) * up(x)), x = norm(hidden)."""
+        w, b, T = self._model.layers[layer_idx], self._buffers, staged.T
+        self._norm(w.post_norm, T, phase)
+        to = b.mlp.address
+        self._linear(to, b.normed, w.gate_up, epilogue=Epilogue.SILU_UP, T=T, phase=phase)
+        self._add(b.mlp, w.down, T, phase)
+
+    def head(self, R: int) -> None:
+        """Logits of the columns that the frame's table names."""
+        b, C, phase = self._buffers, self._spec.hidden_size, Phase.DECODE
+        columns = self._frame.address("columns")
+        how = RowNorm(self._spec.norm_eps, self._fragments(phase), columns)
+        to = b.selected.address
+        rms_norm(self._queue, to, b.hidden, self._model.final_norm, shape=(R, C), how=how)
+        logits, head = b.logits, self._model.head
+        self._linear(logits, b.selected, head, epilogue=Epilogue.STORE_F32, T=R, phase=phase)
