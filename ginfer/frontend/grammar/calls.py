@@ -177,7 +177,11 @@ def _value(
         return " ".join((literal(_NEWLINE), value, literal(_VALUE_END)))
     text = text_terminal(schema, reader.defs, where)
     if text is None:
-        raise UnsupportedError(f"{where} admits no string after all", param=where)
+        raise UnsupportedError(
+            f"{where}: what is called a string there admits none",
+            code="unsupported_schema",
+            param=where,
+        )
     return _raw(grammar, f'({text}) | "null"' if "null" in types else text)
 
 

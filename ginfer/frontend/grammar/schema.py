@@ -8,6 +8,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from ginfer.errors import RequestError, UnsupportedError
+from ginfer.frontend.grammar.disjoint import all_disjoint
 from ginfer.frontend.grammar.pattern import full_match
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ MAX_VALUES = 4096  # of one enumeration
 MAX_PATTERN = 1024
 MAX_COUNT = 1_000_000  # of items, characters, properties
 MAX_NUMBER = 1 << 53
+LEAST_STEP = 1e-9  # of multipleOf
 FORMATS = (
     "date-time",
     "time",
@@ -67,24 +69,40 @@ def _are_types(value: Any) -> bool:
 
 
 def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+    names = isinstance(value, list) and len(value) <= MAX_PROPERTIES
+    return names and all(isinstance(name, str) for name in value)
+
+
+def _is_shallow(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            part
+            for outer in level
+            if isinstance(outer, list | dict)
+            for part in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return not level
 
 
 _NUMBER = _Rule(_is_number, f"a number of at most {MAX_NUMBER}")
 _COUNT = _Rule(_is_count, f"an integer from 0 to {MAX_COUNT}")
 _VALUES = {
     "type": _Rule(_are_types, f"one or more of {', '.join(TYPES)}"),
-    "const": _Rule(lambda value: True, "a value"),
+    "const": _Rule(_is_shallow, f"a value at most {MAX_DEPTH} deep"),
     "enum": _Rule(
-        lambda v: isinstance(v, list) and 0 < len(v) <= MAX_VALUES, f"1 to {MAX_VALUES} values"
+        lambda v: isinstance(v, list) and 0 < len(v) <= MAX_VALUES and _is_shallow(v),
+        f"1 to {MAX_VALUES} values, each at most {MAX_DEPTH} deep",
     ),
-    "required": _Rule(_are_names, "a list of names"),
+    "required": _Rule(_are_names, f"a list of at most {MAX_PROPERTIES} names"),
     "pattern": _Rule(
         lambda v: isinstance(v, str) and len(v) <= MAX_PATTERN,
         f"a regular expression of at most {MAX_PATTERN} characters",
     ),
     "format": _Rule(lambda v: isinstance(v, str) and v in FORMATS, f"one of {', '.join(FORMATS)}"),
-    "multipleOf": _Rule(lambda v: _is_number(v) and v > 0, "a positive number"),
+    "multipleOf": _Rule(
+        lambda v: _is_number(v) and v >= LEAST_STEP, f"a number of at least {LEAST_STEP}"
+    ),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),
     **dict.fromkeys(
         ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _COUNT
@@ -120,7 +138,7 @@ class SchemaReader:
             reference, name, where = self._pending.popleft()
             self.defs[name] = self._read(self._resolve(reference, where), reference[1:], 0)
         for where, branches in self._one_of:
-            if not self._all_disjoint(branches):
+            if not all_disjoint(branches, self.defs):
                 raise self._refuse(
                     where, "branches of oneOf may both match; use anyOf, or a required constant"
                 )
@@ -199,7 +217,8 @@ class SchemaReader:
         least, required = schema.get("minProperties", 0), schema.get("required", ())
         if least > max(1, len(required)):  # names may come twice where they are free
             raise self._refuse(f"{path}/minProperties", "more than the required names")
-        if ("properties" in schema or required) and schema.get("additionalProperties", True):
+        open_ended = schema.get("additionalProperties") is not False
+        if open_ended and ("properties" in schema or required):
             self.aliases = True
 
     def _reference(self, value: Any, path: str) -> str:
@@ -222,8 +241,6 @@ class SchemaReader:
                 raise self._malformed(path, f"a reference that leads somewhere, not {reference!r}")
         return found
 
-    # -- oneOf ------------------------------------------------------------------------------------
-
     def _without_one_of(self, read: dict[str, Any], path: str) -> dict[str, Any]:
         branches = read["oneOf"]
         self._one_of.append((f"{path}/oneOf", branches))
@@ -231,56 +248,6 @@ class SchemaReader:
             rest = {name: value for name, value in read.items() if name != "oneOf"}
             return {**rest, "allOf": [*read.get("allOf", ()), {"anyOf": branches}]}
         return {"anyOf" if name == "oneOf" else name: value for name, value in read.items()}
-
-    def _all_disjoint(self, branches: list[Schema]) -> bool:
-        return all(self._disjoint(a, b) for i, a in enumerate(branches) for b in branches[i + 1 :])
-
-    def _disjoint(self, a: Schema, b: Schema) -> bool:
-        """Whether no value can match both, as far as that is easy to see."""
-        a, b = self._target(a), self._target(b)
-        kinds = self._kinds(a, 0) & self._kinds(b, 0)
-        if not kinds:
-            return True
-        one, two = _values(a), _values(b)
-        if one is not None and two is not None:
-            return one.isdisjoint(two)
-        if kinds != {"object"} or not isinstance(a, dict) or not isinstance(b, dict):
-            return False
-        shared = set(a.get("required", ())) & set(b.get("required", ()))
-        return any(
-            self._disjoint(a["properties"][name], b["properties"][name])
-            for name in shared
-            if name in a.get("properties", ()) and name in b.get("properties", ())
-        )
-
-    def _target(self, schema: Schema) -> Schema:
-        """What a bare chain of references leads to."""
-        for _ in range(MAX_DEPTH):
-            if not isinstance(schema, dict) or schema.keys() != {"$ref"}:
-                break
-            schema = self.defs[schema["$ref"].rpartition("/")[2]]
-        return schema
-
-    def _kinds(self, schema: Schema, depth: int) -> set[str]:
-        """Types that a schema may admit."""
-        everything = {*TYPES} - {"integer"}
-        if isinstance(schema, bool) or depth > MAX_DEPTH:
-            return set() if schema is False else everything
-        kinds = everything
-        if "type" in schema:
-            names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            kinds = {"number" if name == "integer" else name for name in names}
-        for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
-            if values is not None:
-                kinds = kinds & {_kind(value) for value in values}
-        if "anyOf" in schema:
-            kinds = kinds & set().union(*(self._kinds(s, depth + 1) for s in schema["anyOf"]))
-        if "$ref" in schema:
-            target = self.defs[schema["$ref"].rpartition("/")[2]]
-            kinds = kinds & self._kinds(target, depth + 1)
-        for part in schema.get("allOf", ()):
-            kinds = kinds & self._kinds(part, depth + 1)
-        return kinds
 
     # -- errors -----------------------------------------------------------------------------------
 
@@ -309,23 +276,3 @@ def _references(schema: Any) -> Iterator[str]:
                 yield from _references(list(value.values()))
             elif name in (*_ONE, *_LIST, *_BRANCHES):
                 yield from _references(value)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, str):
-        return "string"
-    return "array" if isinstance(value, list) else "object" if isinstance(value, dict) else "number"
-
-
-def _values(schema: Schema) -> set[tuple[str, Any]] | None:
-    """The scalars that a schema enumerates; None if it does not, or not only scalars."""
-    if not isinstance(schema, dict):
-        return None
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if values is None or any(isinstance(value, list | dict) for value in values):
-        return None
-    return {(_kind(value), value) for value in values}

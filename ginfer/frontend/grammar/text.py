@@ -36,7 +36,8 @@ FORMATS = {
     "duration": r"P(?:[0-9]+W|[0-9]+D(?:T[0-9]+H)?|[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|T[0-9]+H)",
     "uri": r"[A-Za-z][A-Za-z0-9+.-]*:(?:[A-Za-z0-9._~:/?#@!$&'()*+,;=-]|%[0-9A-Fa-f]{2})+",
 }
-_DEPTH = 16  # of references and branches inside each other
+_DEPTH = 64  # of references and branches inside each other
+_MAX_CHARS = 1 << 16  # of one terminal
 
 
 def regex(pattern: str) -> str:
@@ -51,35 +52,56 @@ def regex(pattern: str) -> str:
 def text_terminal(schema: Schema, defs: Mapping[str, Schema], where: str) -> str | None:
     """The terminal of the strings that a schema of `SchemaReader` admits, as raw text; None if it
     admits none. where: path of the schema, for UnsupportedError."""
-    return _terminal(schema, defs, where, 0)
+    return _Terminals(defs, where).of(schema)
 
 
-def _terminal(schema: Schema, defs: Mapping[str, Schema], where: str, depth: int) -> str | None:
-    if isinstance(schema, bool):
-        return ANYTHING if schema else None
-    if depth > _DEPTH:
-        raise UnsupportedError(
-            f"{where} refers to itself or is too deep for a string parameter", param=where
-        )
-    kinds = schema.get("type", "string")
-    if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
-        return None
-    parts: list[str | None] = list(_own(schema))
-    for values in (schema.get("enum"), [schema["const"]] if "const" in schema else None):
-        if values is not None:
-            texts = [literal(value) for value in values if isinstance(value, str)]
-            parts.append(_either(texts))
-    inner = list(schema.get("allOf", ()))
-    if "$ref" in schema:
-        inner.append(defs[schema["$ref"].rpartition("/")[2]])
-    parts += [_terminal(part, defs, where, depth + 1) for part in inner]
-    if "anyOf" in schema:
-        branches = [_terminal(part, defs, where, depth + 1) for part in schema["anyOf"]]
-        parts.append(_either([branch for branch in branches if branch is not None]))
-    wanted = [part for part in parts if part is not None]
-    if len(wanted) < len(parts):
-        return None
-    return " & ".join(wanted) if wanted else ANYTHING
+class _Terminals:
+    """Terminals of the schemas inside one; each is made once."""
+
+    def __init__(self, defs: Mapping[str, Schema], where: str) -> None:
+        self._defs, self._where = defs, where
+        self._known: dict[int, str | None] = {}  # by the id of a schema
+        self._open: set[int] = set()
+
+    def of(self, schema: Schema) -> str | None:
+        if isinstance(schema, bool):
+            return ANYTHING if schema else None
+        if id(schema) in self._open:
+            raise self._refuse("refers to itself")
+        if id(schema) not in self._known:
+            self._open.add(id(schema))
+            self._known[id(schema)] = self._make(schema)
+            self._open.remove(id(schema))
+        return self._known[id(schema)]
+
+    def _make(self, schema: dict[str, Any]) -> str | None:
+        if len(self._open) > _DEPTH:
+            raise self._refuse("is too deep")
+        kinds = schema.get("type", "string")
+        if "string" not in (kinds if isinstance(kinds, list) else [kinds]):
+            return None
+        parts: list[str | None] = list(_own(schema))
+        listed = [schema["enum"]] if "enum" in schema else []
+        listed += [[schema["const"]]] if "const" in schema else []
+        parts += [_either([literal(v) for v in values if isinstance(v, str)]) for values in listed]
+        inner = list(schema.get("allOf", ()))
+        if "$ref" in schema:
+            inner.append(self._defs[schema["$ref"].rpartition("/")[2]])
+        parts += map(self.of, inner)
+        if "anyOf" in schema:
+            branches = map(self.of, schema["anyOf"])
+            parts.append(_either([branch for branch in branches if branch is not None]))
+        wanted = [part for part in parts if part is not None]
+        if len(wanted) < len(parts):
+            return None
+        joined = " & ".join(wanted) if wanted else ANYTHING
+        if len(joined) > _MAX_CHARS:
+            raise self._refuse("is too large")
+        return joined
+
+    def _refuse(self, reason: str) -> UnsupportedError:
+        message = f"{self._where} {reason}: no string parameter can be like that"
+        return UnsupportedError(message, code="unsupported_schema", param=self._where)
 
 
 def _own(schema: dict[str, Any]) -> list[str]:

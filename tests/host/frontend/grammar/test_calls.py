@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import replace
 
 import jsonschema
@@ -176,6 +178,17 @@ def test_a_string_parameter_that_refers_to_itself_is_refused():
     assert "%json" in tool_grammar([replace(NOW, parameters=loop, strict=True)], REQUIRED)
     with pytest.raises(UnsupportedError):
         tool_grammar([replace(NOW, parameters=endless, strict=True)], REQUIRED)
+
+
+@pytest.mark.parametrize("last", [{"type": "null"}, {"type": "string"}])
+def test_references_that_fan_out_cost_little(last):
+    defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 60} for i in range(9)}
+    part = {"type": ["string", "null"], "anyOf": [{"$ref": "#/$defs/d0"}, {"type": "string"}]}
+    schema = {"type": "object", "properties": {"a": part}, "$defs": defs | {"d9": last}}
+    tool, began = replace(NOW, parameters=schema, strict=True), time.process_time()
+    with suppress(UnsupportedError):
+        assert accepts(tool_grammar([tool], REQUIRED), call("now", a="x"))
+    assert time.process_time() - began < 5
 
 
 def test_random_calls_are_read_back_and_match_their_schemas():

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import time
 
 import jsonschema
 import numpy as np
@@ -185,10 +186,11 @@ def test_properties_keep_their_order():
 
 def test_a_declared_name_has_one_spelling():
     """An escaped spelling would slip past the schema of the declared member."""
-    grammar = json_grammar({"type": "object", **PAIR})
-    assert not accepts(grammar, r'{"a": 1, "\u0062": 5}')
-    assert not accepts(grammar, r'{"a": 1, "\u0061": "x"}')
-    assert accepts(grammar, '{"a": 1, "c": "x"}')
+    for rest in ({}, {"additionalProperties": {}}, {"additionalProperties": True}):
+        grammar = json_grammar({"type": "object", **PAIR, **rest})
+        assert not accepts(grammar, r'{"a": 1, "\u0062": 5}')
+        assert not accepts(grammar, r'{"a": 1, "\u0061": "x"}')
+        assert accepts(grammar, '{"a": 1, "c": "x"}')
 
 
 def test_one_of_with_a_discriminator():
@@ -217,6 +219,43 @@ def test_white_space_before_and_inside():
     assert not accepts(grammar, "{" + " " * 65 + "}")
     assert not accepts(grammar, "[1]")
     assert not accepts(grammar, 'x {"a": 1}')
+
+
+def tower(levels, width, last):
+    """References that fan out: levels of `width` branches each, all to the next level."""
+    defs = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * width} for i in range(levels)}
+    return defs | {f"d{levels}": last}
+
+
+LOOP = {
+    "type": "object",
+    "required": ["x", "y"],
+    "properties": {"x": {"$ref": "#/$defs/a"}, "y": {"$ref": "#/$defs/b"}},
+}
+NESTED = [[]]
+for _ in range(500):
+    NESTED = [NESTED]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": tower(40, 2, {}), "oneOf": [{"$ref": "#/$defs/d0"}, {"$ref": "#/$defs/d1"}]},
+        {"$defs": {"a": LOOP, "b": LOOP}, "oneOf": [{"$ref": f"#/$defs/{d}"} for d in "ab"]},
+        {"oneOf": [{"const": i} for i in range(3000)]},
+        {"const": NESTED},
+        {"enum": [NESTED]},
+        {"required": [f"r{i}" for i in range(100_000)]},
+        {"multipleOf": 5e-324},
+        {"maximum": 1e300},
+    ],
+)
+def test_hostile_schemas_are_refused_at_once(schema):
+    began = time.process_time()
+    with pytest.raises(RequestError) as caught:
+        json_grammar(schema)
+    assert time.process_time() - began < 2
+    assert caught.value.param.startswith("schema.")
 
 
 def test_random_texts_of_random_schemas_match_them():
