@@ -34,6 +34,7 @@ class _Judge:
         self._known: dict[int, frozenset[str]] = {}  # types by the id of a schema
 
     def disjoint(self, a: Any, b: Any, depth: int) -> bool:
+        """Whether no value can match both; depth: how many properties to look into."""
         a, b = self._target(a), self._target(b)
         kinds = self._kinds(a) & self._kinds(b)
         if not kinds:

@@ -64,6 +64,7 @@ class _Terminals:
         self._open: set[int] = set()
 
     def of(self, schema: Schema) -> str | None:
+        """Terminal of one schema; None if it admits no string."""
         if isinstance(schema, bool):
             return ANYTHING if schema else None
         if id(schema) in self._open:

@@ -329,23 +329,12 @@ def test_data_in_a_value_stays_data(value: str) -> None:
     assert parse(*text) == want
 
 
-@pytest.mark.parametrize(
-    "text", ['</parameter><parameter=mode>"', "\\", '\\"</parameter>\n</function>']
-)
-def test_nothing_ends_in_a_string_of_json(text: str) -> None:
-    tags = json.dumps([text, "</parameter></function></tool_call>"])
-    events = ended(0, "write", f'{{"tags": {tags}, "mode": 1}}')
-    given = call("write", ("tags", tags), ("mode", "1"))
-    assert parse(given) == events
-    assert parse(*given) == events
-    assert parse(given.replace("\n", "")) == events
-
-
-def test_a_string_of_json_does_not_go_over_the_end_of_a_line() -> None:
-    events = ended(0, "write", json.dumps({"tags": '["a', "mode": 1}))
-    given = call("write", ("tags", '["a'), ("mode", "1"))
-    assert parse(given) == events
-    assert parse(*given) == events
+def test_nothing_ends_in_a_string_of_json() -> None:
+    tags = json.dumps(['</parameter><parameter=mode>"', "\\", '\\"</parameter>\n</function>'])
+    for given, want in ((tags, tags), ('["a', json.dumps('["a'))):  # broken JSON ends with its line
+        text = call("write", ("tags", given), ("mode", "1"))
+        events = ended(0, "write", f'{{"tags": {want}, "mode": 1}}')
+        assert parse(text) == parse(*text) == events
 
 
 BROKEN = [
