@@ -331,8 +331,8 @@ def test_data_in_a_value_stays_data(value: str) -> None:
 
 def test_nothing_ends_in_a_string_of_json() -> None:
     tags = json.dumps(['</parameter><parameter=mode>"', "\\", '\\"</parameter>\n</function>'])
-    for given, want in ((tags, tags), ('["a', json.dumps('["a'))):  # broken JSON ends with its line
-        text = call("write", ("tags", given), ("mode", "1"))
+    for value, want in ((tags, tags), ('["a', json.dumps('["a'))):  # broken JSON ends with its line
+        text = call("write", ("tags", value), ("mode", "1"))
         events = ended(0, "write", f'{{"tags": {want}, "mode": 1}}')
         assert parse(text) == parse(*text) == events
 
