@@ -3,7 +3,9 @@
 import itertools
 import json
 import random
+import re
 import time
+from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -11,7 +13,14 @@ import pytest
 
 from ginfer.errors import RequestError, UnsupportedError
 from ginfer.frontend.grammar import json_grammar
-from ginfer.frontend.grammar.schema import ENFORCED, FORMATS, MAX_DEPTH, MAX_NODES, MAX_PROPERTIES
+from ginfer.frontend.grammar.schema import (
+    ANNOTATIONS,
+    ENFORCED,
+    FORMATS,
+    MAX_DEPTH,
+    MAX_NODES,
+    MAX_PROPERTIES,
+)
 from tests.grammars import RandomSchemas, accepts, dumps, random_text
 
 CLOSED = {"type": "object", "additionalProperties": False}
@@ -91,6 +100,14 @@ def test_keyword_is_enforced(keyword, schema, good, bad):
 def test_every_legal_keyword_has_a_case():
     assert {keyword for keyword, *_ in CASES} | {"format"} == set(ENFORCED)
     assert set(FORMAT_CASES) == set(FORMATS)
+
+
+def test_the_page_names_every_keyword_and_format():
+    page = (Path(__file__).parents[4] / "docs/schemas.md").read_text()
+    named = set(re.findall(r"`([$\w]+)`", page))
+    assert set(ENFORCED) <= named
+    assert ANNOTATIONS - {"example"} <= named
+    assert ", ".join(FORMATS) in page
 
 
 @pytest.mark.parametrize("name", FORMATS)
