@@ -14,7 +14,7 @@ from appliance.auth import check_key
 from appliance.context import ServerContext
 from appliance.errors import JsonErrorHandler
 from appliance.http_request import HEADER, HttpRequest
-from appliance.routes import chat, health, messages, metrics, models, responses
+from appliance.routes import chat, health, messages, metrics, models, openapi, responses
 
 if TYPE_CHECKING:
     from appliance.config import ApplianceConfig
@@ -43,7 +43,7 @@ def create_app(client: EngineClient, config: ApplianceConfig) -> App:
         request_class=HttpRequest,
         configure_logging=False,
     )
-    for routes in (chat, health, messages, metrics, models, responses):
+    for routes in (chat, health, messages, metrics, models, openapi, responses):
         app.blueprint(routes.blueprint.copy(routes.blueprint.name))
     app.register_middleware(_before, "request")
     app.register_middleware(cast("Any", _after), "response")

@@ -66,20 +66,24 @@ def as_error(exception: BaseException) -> GInferError:
     return InternalError("internal error of the server; its log has the details")
 
 
+def body_of(error: GInferError, path: str) -> dict[str, Any]:
+    """The body that tells an error in the form of the protocol that `path` belongs to."""
+    for prefix, error_body in ERROR_BODIES.items():
+        if path.startswith(prefix):
+            return error_body(error)
+    return openai_errors.error_body(error)
+
+
 def error_response(exception: BaseException, path: str = "") -> HTTPResponse:
     """The response that tells `exception` in the form of the protocol that `path` belongs to."""
     error = as_error(exception)
-    error_body = next(
-        (body for prefix, body in ERROR_BODIES.items() if path.startswith(prefix)),
-        openai_errors.error_body,
-    )
     headers = dict(getattr(exception, "headers", {}))
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (429, 503):
         headers["Retry-After"] = RETRY_AFTER_S
     return HTTPResponse(
-        orjson.dumps(error_body(error)),
+        orjson.dumps(body_of(error, path)),
         status=error.status,
         headers=headers,
         content_type="application/json",

@@ -39,19 +39,28 @@ class Field:
     note: str
 
 
+def described(check: Check, schema: dict[str, Any]) -> Check:
+    """The check, with the JSON schema of what it accepts."""
+    vars(check)["schema"] = schema
+    return check
+
+
 def number(low: float, high: float) -> Check:
     """A number within low..high."""
-    return lambda value, path: checks.number(value, path, low, high)
+    schema = {"type": "number", "minimum": low, "maximum": high}
+    return described(lambda value, path: checks.number(value, path, low, high), schema)
 
 
 def integer(low: int, high: int) -> Check:
     """An integer within low..high."""
-    return lambda value, path: checks.integer(value, path, low, high)
+    schema = {"type": "integer", "minimum": low, "maximum": high}
+    return described(lambda value, path: checks.integer(value, path, low, high), schema)
 
 
 def one_of(*legal: str, code: str = "invalid_value") -> Check:
     """One of the legal strings."""
-    return lambda value, path: checks.one_of(value, path, legal, code=code)
+    schema = {"type": "string", "enum": list(legal)}
+    return described(lambda value, path: checks.one_of(value, path, legal, code=code), schema)
 
 
 def only(legal: object, why: str, code: str) -> Check:
@@ -62,7 +71,7 @@ def only(legal: object, why: str, code: str) -> Check:
             raise checks.refused(path, f"{why}; it is {checks.shown(value)}", code=code)
         return value
 
-    return check
+    return described(check, {"enum": [legal]})
 
 
 def never(why: str, code: str = "unsupported_parameter") -> Check:
@@ -71,7 +80,7 @@ def never(why: str, code: str = "unsupported_parameter") -> Check:
     def check(_value: Any, path: str) -> NoReturn:
         raise checks.refused(path, why, code=code)
 
-    return check
+    return described(check, {"type": "null"})
 
 
 def effort(value: Any, path: str) -> str:
