@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ginfer.spec import ModelSpec
 
 UNIT_NBYTES = 2 * MIB
-AUTO_KV_NBYTES = 256 * MIB  # automatic K/V stays modest; one request of max_context always fits
+AUTO_KV_NBYTES = 128 * MIB  # automatic K/V stays modest; one request of max_context always fits
 SNAPSHOTS_PER_LANE = 4  # system and tools, two prompt frontiers, a response end
 
 

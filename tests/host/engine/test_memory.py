@@ -24,10 +24,11 @@ def test_sizes_of_the_27b_model_are_the_documented_ones():
     assert slot_nbytes(QWEN_27B.spec) == state + conv
 
 
-def test_automatic_capacity_serves_all_lanes_at_native_context():
+def test_automatic_capacity_is_modest_and_no_more_than_all_lanes_need():
     capacity = plan()
     assert capacity.max_context == 16_384
-    assert capacity.kv_capacity == 8 * 16_384
+    assert capacity.kv_capacity == 4 * 16_384  # 128 MiB
+    assert plan(max_context=4096).kv_capacity == 8 * 4096
     assert capacity.plan.num_slots == 8
     assert capacity.plan.max_pages_per_row == 256
 
