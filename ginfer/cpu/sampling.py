@@ -128,7 +128,7 @@ def _adjust(adj, raw, r, draws, counts):
 
 
 @device
-def _best_few(values, limit, ids):
+def best_few(values, limit, ids):
     """ids[:n] = the best `limit` ids by value descending, id ascending; n < limit if fewer are
     legal."""
     keep_apart()
@@ -149,7 +149,7 @@ def _best_few(values, limit, ids):
 
 @device
 def _sort_all(values, ids, keys, digits):
-    """ids[0, :n] = all n legal ids in the order of `_best_few`: a radix sort, three digits of 11
+    """ids[0, :n] = all n legal ids in the order of `best_few`: a radix sort, three digits of 11
     bits, stable."""
     keep_apart()
     n = 0
@@ -180,34 +180,44 @@ def _sort_all(values, ids, keys, digits):
 
 
 @device
-def _weight(v, best, temperature):
+def weight(v, best, temperature):
     """exp((v - best) / T) in units of 2^-40."""
     return _U64(np.float64(exp((v - best) / temperature)) * _UNIT)
 
 
 @device
-def _draw(adj, ids, n, r, draws):
-    """One of the n candidates, best first: top-p, min-p, inverse distribution."""
+def keep(adj, ids, n, r, draws):
+    """(m, mass): of n candidates, best first, top-p and min-p leave the first m; the sum of their
+    weights."""
     keep_apart()
     best, temperature = adj[ids[0]], draws.temperature[r]
     total = _U64(0)
     for i in range(n):
-        total += _weight(adj[ids[i]], best, temperature)
+        total += weight(adj[ids[i]], best, temperature)
     top_p = _U64(min(np.float64(draws.top_p[r]), 1.0) * _UNIT + 0.5)
     enough = mul_shift(top_p, total, _U64((1 << 40) - 1), _U64(40))
     least = _U64(math.ceil(np.float64(draws.min_p[r]) * _UNIT))
     kept, m = _U64(0), 0
     while m < n:
-        w = _weight(adj[ids[m]], best, temperature)
+        w = weight(adj[ids[m]], best, temperature)
         if m > 0 and (w < least or (draws.top_p[r] < 1 and kept >= enough)):
             break
         kept += w
         m += 1
+    return m, kept
+
+
+@device
+def draw(adj, ids, n, r, draws):
+    """One of the n candidates, best first: top-p, min-p, inverse distribution."""
+    keep_apart()
+    best, temperature = adj[ids[0]], draws.temperature[r]
+    m, kept = keep(adj, ids, n, r, draws)
     u = uniform_bits(draws.seeds[r], draws.positions[r], draws.purposes[r], 0)
     target = mul_shift(u, kept, _U64(0), _U64(24))
     running = _U64(0)
     for i in range(m):
-        running += _weight(adj[ids[i]], best, temperature)
+        running += weight(adj[ids[i]], best, temperature)
         if running > target:
             return ids[i]
     return ids[m - 1]
@@ -221,15 +231,16 @@ def _log_mass(raw):
         best = raw[i] if raw[i] > best else best
     total = _U64(0)
     for i in range(raw.size):
-        total += _weight(raw[i], best, np.float32(1.0))
+        total += weight(raw[i], best, np.float32(1.0))
     return best, math.log(np.float64(total) / _UNIT)
 
 
 @device
-def _select_row(r, logits, draws, counts, chosen, scratch):
-    worker = get_thread_id()
-    raw, adj = scratch.raw[worker], scratch.adj[worker]
-    ids, keys = scratch.ids[worker], scratch.keys[worker]
+def observe(r, logits, draws, chosen, raw, ids):
+    """Load the legal logits of column r; report its top logprobs and whether it is sound.
+
+    Returns (maximum, log sum exp) of the raw logits.
+    """
     num_top = chosen.top_ids.shape[1]
     for i in range(num_top):
         chosen.top_ids[r, i], chosen.top_logprobs[r, i] = -1, _LOWEST
@@ -238,22 +249,43 @@ def _select_row(r, logits, draws, counts, chosen, scratch):
     best, log_mass = _log_mass(raw)
     if best == _LOWEST:
         chosen.finite[r] = False
+    if chosen.finite[r] and num_top:
+        for i in range(best_few(raw, num_top, ids)):
+            chosen.top_ids[r, i] = ids[i]
+            chosen.top_logprobs[r, i] = (raw[ids[i]] - best) - log_mass
+    return best, log_mass
+
+
+@device
+def candidates(r, draws, counts, scratch, worker):
+    """The n candidates of the observed column r after bias, penalties and top-k, best first, in
+    scratch.ids[worker, 0]; one at temperature 0."""
+    adj, ids = scratch.adj[worker], scratch.ids[worker]
+    _adjust(adj, scratch.raw[worker], r, draws, counts)
+    limit = 1 if draws.temperature[r] == ZERO else draws.top_k[r]
+    if 0 < limit <= _SHORT:
+        return best_few(adj, limit, ids[0])
+    n = _sort_all(adj, ids, scratch.keys[worker], scratch.digits[worker])
+    return min(n, limit) if limit > 0 else n
+
+
+@device
+def choose(r, draws, counts, scratch, worker):
+    """The token of the observed column r: forced, the first candidate, or drawn."""
+    if draws.forced[r] >= 0:
+        return draws.forced[r]
+    n = candidates(r, draws, counts, scratch, worker)
+    ids = scratch.ids[worker, 0]
+    return ids[0] if draws.temperature[r] == ZERO else draw(scratch.adj[worker], ids, n, r, draws)
+
+
+@device
+def _select_row(r, logits, draws, counts, chosen, scratch):
+    worker = get_thread_id()
+    best, log_mass = observe(r, logits, draws, chosen, scratch.raw[worker], scratch.ids[worker, 0])
     if not chosen.finite[r]:
         return
-    if num_top:
-        for i in range(_best_few(raw, num_top, ids[0])):
-            chosen.top_ids[r, i] = ids[0, i]
-            chosen.top_logprobs[r, i] = (raw[ids[0, i]] - best) - log_mass
-    token = draws.forced[r]
-    if token < 0:
-        _adjust(adj, raw, r, draws, counts)
-        limit = 1 if draws.temperature[r] == ZERO else draws.top_k[r]
-        if 0 < limit <= _SHORT:
-            n = _best_few(adj, limit, ids[0])
-        else:
-            n = _sort_all(adj, ids, keys, scratch.digits[worker])
-            n = min(n, limit) if limit > 0 else n
-        token = ids[0, 0] if limit == 1 else _draw(adj, ids[0], n, r, draws)
+    token = choose(r, draws, counts, scratch, worker)
     chosen.token_ids[r] = token
     chosen.logprobs[r] = (logits[r, token] - best) - log_mass
 
