@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitTimeoutError
+from dataclasses import dataclass
 from threading import Event, Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from ginfer.errors import InternalError, OverloadedError, RequestError
+from ginfer.errors import InternalError, OverloadedError, RequestError, UnavailableError
 from ginfer.sizes import div_ceil
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_NBYTES = 1 << 20  # of one grammar's text
-MAX_CACHED = 64  # compiled grammars that are kept
+MAX_CACHED = 32  # compiled grammars that are kept
+MAX_TOKENS = 16_384  # that a compiled grammar is used for: the library keeps every state it has met
 CACHE_NBYTES = 16 << 20  # of text whose compiled grammars are kept
 MAX_REASON = 300  # characters of an error of the library
 MAX_COMPILING = 16  # at once, running or waiting
@@ -64,6 +66,17 @@ def _bytes(frontend: Frontend, token_id: int) -> bytes:
         return b""  # an id without a token is never legal
 
 
+@dataclass(eq=False)
+class Compiled:
+    """A grammar at its start: `row` is the mask of its first token. Requests share what its copies
+    learn; num_tokens: how many tokens they took."""
+
+    text: str
+    matcher: LLMatcher
+    row: NDArray[np.uint32]
+    num_tokens: int = 0
+
+
 class Constraint:
     """The grammar of one request, followed token by token.
 
@@ -71,17 +84,14 @@ class Constraint:
     is set.
     """
 
-    def __init__(self, matcher: LLMatcher, row: NDArray[np.uint32]) -> None:
-        self.matcher, self.row = matcher, row
+    def __init__(self, compiled: Compiled) -> None:
+        self.compiled, self.row = compiled, compiled.row
+        self.matcher = compiled.matcher.deep_copy()
         self.active = False  # the next token belongs to the content
         self.fault: str | None = None
         self.pending: list[int] = []
         self.ready = Event()
         self.ready.set()
-
-    def copy(self) -> Constraint:
-        """Another one, at the start of the same grammar."""
-        return Constraint(self.matcher.deep_copy(), self.row)
 
     def error(self) -> RequestError:
         """The fault as what the request's caller sees."""
@@ -91,6 +101,7 @@ class Constraint:
     def consume(self) -> None:
         """Take the pending tokens; one that the grammar does not admit is a fault."""
         ids, self.pending = self.pending, []
+        self.compiled.num_tokens += len(ids)
         if self.fault is None and ids and not self.matcher.consume_tokens(ids):
             self.fault = _reason(self.matcher)
 
@@ -127,8 +138,9 @@ class Grammars:
         self.mask_s = self.wait_s = self.compile_s = 0.0
         self.num_compiled = self.num_cached = 0
         self._lock = Lock()  # guards the cache and the counters of compilation
-        self._cache: OrderedDict[str, Constraint] = OrderedDict()
-        self._compiling: dict[str, Future[Constraint]] = {}
+        self._cache: OrderedDict[str, Compiled] = OrderedDict()
+        self._compiling: dict[str, Future[Compiled]] = {}
+        self._closed = False
         self._limits = LLParserLimits(verbose_errors=False)
         self._compilers = ThreadPoolExecutor(2, "ginfer-compile")
         self._tokenizer = self._compilers.submit(self._open_tokenizer)
@@ -150,22 +162,24 @@ class Grammars:
             if found is not None:
                 self._cache.move_to_end(text)
                 self.num_cached += 1
-                return found.copy()
+                return Constraint(found)
             pending = self._compiling.get(text)
             if pending is None:
                 if len(self._compiling) >= MAX_COMPILING:
                     raise OverloadedError("too many grammars are being compiled; try again later")
+                if self._closed:
+                    raise UnavailableError("the engine is closed")
                 pending = self._compilers.submit(self._compile, text)
                 self._compiling[text] = pending
         try:
-            return pending.result(COMPILE_S).copy()
+            return Constraint(pending.result(COMPILE_S))
         except WaitTimeoutError:
             raise RequestError(
                 f"the grammar takes longer than {COMPILE_S:g} s to compile; simplify it",
                 param="grammar",
             ) from None
 
-    def _compile(self, text: str) -> Constraint:
+    def _compile(self, text: str) -> Compiled:
         began = perf_counter()
         try:
             matcher = LLMatcher(self._tokenizer.result(), text, log_level=0, limits=self._limits)
@@ -176,17 +190,22 @@ class Grammars:
                 raise RequestError(
                     f"the grammar does not compile: {_reason(matcher)}", param="grammar"
                 )
-            constraint = Constraint(matcher, row)
+            compiled = Compiled(text, matcher, row)
+        except RequestError:
+            raise
+        except BaseException as error:  # a panic of the library is not an Exception
+            log.exception("a grammar cannot be compiled")
+            raise InternalError(f"the grammar cannot be compiled: {error!r}") from None
         finally:
             with self._lock:
                 del self._compiling[text]
                 self.num_compiled += 1
                 self.compile_s += perf_counter() - began
         with self._lock:
-            self._cache[text] = constraint
+            self._cache[text] = compiled
             while len(self._cache) > MAX_CACHED or sum(map(len, self._cache)) > CACHE_NBYTES:
                 self._cache.popitem(last=False)
-        return constraint
+        return compiled
 
     def _open_tokenizer(self) -> LLTokenizer:
         """Takes a second or two for a large vocabulary: begun at start, before it is needed."""
@@ -243,6 +262,14 @@ class Grammars:
             self.mask_s += perf_counter() - began
             for row in rows:
                 row.ready.set()
+                if row.fault is not None or row.compiled.num_tokens >= MAX_TOKENS:
+                    self._retire(row.compiled)
+
+    def _retire(self, compiled: Compiled) -> None:
+        """Compile a grammar afresh for those that come next."""
+        with self._lock:
+            if self._cache.get(compiled.text) is compiled:
+                del self._cache[compiled.text]
 
     def _fill(self, matchers: list[tuple[LLMatcher, int]], rows: NDArray[np.uint32]) -> None:
         """Masks of matchers into rows [N, words]."""
@@ -261,7 +288,9 @@ class Grammars:
         }
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers; no grammar is compiled any more."""
+        with self._lock:
+            self._closed = True
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self._workers.shutdown()
 

@@ -13,7 +13,7 @@ from ginfer.engine import grammar as module
 from ginfer.engine.grammar import Grammars
 from ginfer.engine.output import Output
 from ginfer.engine.request import FinishReason
-from ginfer.errors import OverloadedError, RequestError
+from ginfer.errors import InternalError, OverloadedError, RequestError, UnavailableError
 from ginfer.frontend.grammar import json_grammar
 from tests.engines import ids_prompt, make_request
 from tests.frontends import demo_frontend
@@ -200,6 +200,47 @@ def test_compiled_grammars_are_kept_within_bounds(grammars, monkeypatch):
     stats = grammars.stats()
     assert (stats["compiled"], stats["cached"]) == (4, 1)
     assert stats["compile_s"] > 0
+
+
+def test_a_grammar_is_compiled_afresh_after_some_use(grammars, monkeypatch):
+    """What the library learns of a grammar grows with use; at its limit the grammar would fail."""
+    monkeypatch.setattr(module, "MAX_TOKENS", 3)
+    row = grammars.open('start: "a"*')
+    (a,) = demo_frontend().encode("a")
+    for _ in range(2):
+        follow(grammars, row, a)
+    grammars.open('start: "a"*')
+    assert grammars.stats()["compiled"] == 1
+    follow(grammars, row, a)
+    grammars.close()
+    assert 'start: "a"*' not in grammars._cache
+
+
+def test_a_grammar_that_failed_is_compiled_afresh(grammars):
+    row = grammars.open(WORD)
+    follow(grammars, row, *demo_frontend().encode("x"))
+    assert row.fault is not None
+    grammars.close()
+    assert WORD not in grammars._cache
+    with pytest.raises(UnavailableError):
+        grammars.open(WORD)
+
+
+def test_a_panic_of_the_library_costs_one_request(grammars, monkeypatch):
+    class PanicError(BaseException):
+        pass
+
+    def panic(*args):
+        raise PanicError("no such state")
+
+    monkeypatch.setattr(grammars, "_fill", panic)
+    with pytest.raises(InternalError, match="no such state"):
+        grammars.open(WORD)
+    monkeypatch.undo()
+    row = grammars.open(WORD)
+    monkeypatch.setattr(grammars, "_fill", panic)
+    follow(grammars, row, *demo_frontend().encode("c"))
+    assert row.error().code == "grammar_failed"
 
 
 def test_opened_grammars_do_not_share_their_place(grammars):
