@@ -5,13 +5,14 @@ BIN    := $(VENV)/bin
 PY     := $(BIN)/python
 INSTALL := PYTHONWARNINGS=ignore $(PY) -m pip install --quiet --disable-pip-version-check
 ONCE   ?=
+CLIENTS ?= $(CURDIR)/.clients
 DEMO   := appliance/demo/qwen3.8-demo-groupwise-int.ginfer
 
 export PYTHONDONTWRITEBYTECODE ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help run install fmt fmt-check lint type size tree docs check test test-long test-service \
-        test-oracle bench compile test-gpu warm serve pack golden dist clean
+        test-oracle test-clients bench compile test-gpu warm serve pack golden dist clean
 
 help:  ## Print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  %-14s %s\n", $$1, $$2}'
@@ -52,6 +53,14 @@ test-service: $(VENV)/.test  ## Only the tests against a live server
 
 test-oracle: $(VENV)/.oracle  ## Only the tests that compare with Transformers live
 	$(PY) -m pytest -m oracle
+
+$(CLIENTS)/.installed: tests/clients/package.json
+	@mkdir -p $(CLIENTS) && cp $< $(CLIENTS)/
+	npm install --prefix $(CLIENTS) --no-audit --no-fund --no-package-lock --loglevel error
+	@touch $@
+
+test-clients: $(VENV)/.test $(CLIENTS)/.installed  ## Agent clients from npm, at fixed versions, against a live server
+	GINFER_CLIENTS_DIR=$(CLIENTS) $(PY) -m pytest -m clients
 
 fmt: $(VENV)/.dev  ## Format the code
 	$(BIN)/ruff format .
