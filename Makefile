@@ -89,6 +89,7 @@ check: fmt-check lint type tree size  ## The gate before each commit, together w
 
 bench: $(VENV)/.test  ## Measure the CPU image and record it in docs/performance/summary.json
 	$(PY) -m tests.bench.cpu_engine --write
+	$(PY) -m tests.bench.grammar --write
 
 compile: $(VENV)/.test  ## Every kernel x plan x capability to a cubin, as a table (no GPU; FRESH=1 from nothing)
 	@$(PY) -m scripts.compile_all $(if $(FRESH),--fresh)
