@@ -16,6 +16,8 @@ COMMANDS = {  # name -> its line in the list; the module appliance.cli.<name> ha
     "run": "Answer one prompt; the default when the first argument is a package.",
     "chat": "Talk to a model in the terminal.",
     "serve": "Serve the OpenAI API over HTTP.",
+    "launch": "Configure an agent client for a running server.",
+    "key": "Make an API key and keep its hash.",
     "models": "List packages and the models that can be served.",
     "inspect": "Show what is in a package.",
     "verify": "Check every byte of a package.",
