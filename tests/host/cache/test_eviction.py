@@ -68,6 +68,17 @@ def test_passed_snapshots_go_before_the_frontier():
     assert w.cache.match(prompt([*range(64), 7, 7])).num_tokens == 64
 
 
+def test_loss_of_a_neighbour_makes_a_snapshot_dear():
+    w = world(200)
+    w.serve(range(700), turns=(5, 645), answer=range(60))
+    w.serve([7] * 200, turns=(5,), answer=range(60))
+    memory = w.cache._memory
+    turn, response, other = memory.resident
+    assert memory.resident.cheapest()[1] is response
+    memory.discard(turn)
+    assert memory.resident.cheapest()[1] is other
+
+
 def test_parked_snapshots_make_room_in_the_same_order():
     w = world(40, park_nbytes=45)
     w.serve(range(1200), turns=(5,), answer=range(2000, 2050))

@@ -227,14 +227,17 @@ def test_refused_admission_changes_nothing():
     world.release(run)
 
 
-def test_entitlement_of_everything_takes_the_page_of_its_hit():
+def test_when_all_is_promised_the_page_of_a_hit_changes_hands():
     world = roomy(num_units=20)
-    world.serve(range(100), answer=range(100, 150))
-    run = world.admit(prompt(range(200)), 20 * 64 - 200)  # verifies pages and state
-    assert run.sequence.cached_tokens == 150
-    world.cache.grow(run.sequence, 20 * 64)
-    assert world.cache.gauges()["snapshots"] == 0
+    world.serve(range(100), turns=(5,), answer=range(100, 150))
+    other = world.admit(prompt([9] * 70, (5,)), 15 * 64 - 70)
+    world.cache.grow(other.sequence, 15 * 64)
     assert world.cache.gauges()["free_pages"] == 0
+    run = world.admit(prompt(range(200)), 5 * 64 - 200)  # verifies pages and state
+    assert run.sequence.cached_tokens == 150
+    world.cache.check_integrity()
+    world.cache.grow(run.sequence, 5 * 64)
+    assert world.cache.gauges()["snapshots"] == 0
     world.cache.check_integrity()
 
 
