@@ -1,0 +1,97 @@
+"""Context copy: drafts taken from where the last tokens of a request occurred before.
+
+The longest match of the suffix wins, 6 to 12 tokens, then the most recent one. Windows of the
+prompt are sorted once, those of generated tokens lie in a dictionary; hashes only find candidates,
+tokens decide.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    I32 = NDArray[np.int32]
+    U64 = NDArray[np.uint64]
+
+SHORTEST, LONGEST = 6, 12  # tokens of a match
+MAX_DRAFTS = 15
+MAX_CANDIDATES = 1024  # occurrences looked at, the most recent ones: bounds the work of a round
+
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _window_hashes(tokens: I32) -> U64:
+    """Hash of each window of SHORTEST tokens, [len - SHORTEST + 1]."""
+    count = max(len(tokens) - SHORTEST + 1, 0)
+    hashes = np.zeros(count, np.uint64)
+    for i in range(SHORTEST):
+        hashes = (hashes ^ tokens[i : i + count].astype(np.uint64)) * _BASE
+        hashes ^= hashes >> np.uint64(29)
+    return hashes
+
+
+class ContextCopy:
+    """Tokens of one request and their index."""
+
+    def __init__(self, prompt: Sequence[int] | I32, capacity: int) -> None:
+        """capacity: most tokens that the request can have, prompt included."""
+        self._tokens: I32 = np.zeros(capacity, np.int32)
+        self._length = len(prompt)
+        self._tokens[: self._length] = prompt
+        hashes = _window_hashes(self._tokens[: self._length])
+        order = np.argsort(hashes, kind="stable")
+        self._hashes, self._ends = hashes[order], (order + SHORTEST).astype(np.int64)
+        self._generated: defaultdict[int, list[int]] = defaultdict(list)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Tokens that the request was given."""
+        start, stop = self._length, self._length + len(token_ids)
+        self._tokens[start:stop] = token_ids
+        self._length = stop
+        first = max(start - SHORTEST + 1, 0)
+        for i, value in enumerate(_window_hashes(self._tokens[first:stop]).tolist()):
+            self._generated[value].append(first + i + SHORTEST)
+
+    def propose(self, limit: int = MAX_DRAFTS) -> list[int]:
+        """Up to `limit` tokens that followed the best match, none without one. A match that
+        overlaps the suffix goes on with its own tokens."""
+        ends = self._candidates()
+        if not ends.size or limit < 1:
+            return []
+        end = self._longest(ends)
+        after = self._tokens[end : min(end + limit, self._length)].tolist()
+        return (
+            [after[i % len(after)] for i in range(limit)] if end + limit > self._length else after
+        )
+
+    def _candidates(self) -> NDArray[np.int64]:
+        """Ends of earlier windows equal to the last one, ascending, the most recent ones."""
+        n = self._length
+        if n <= SHORTEST:
+            return np.zeros(0, np.int64)
+        suffix = self._tokens[n - SHORTEST : n]
+        value = _window_hashes(suffix)[0]
+        low = np.searchsorted(self._hashes, value, "left")
+        high = np.searchsorted(self._hashes, value, "right")
+        generated = np.array(self._generated.get(int(value), []), np.int64)
+        ends = np.concatenate([self._ends[low:high], generated])
+        ends = ends[ends < n][-MAX_CANDIDATES:]
+        windows = self._tokens[ends[:, None] - np.arange(SHORTEST, 0, -1)]
+        same: NDArray[np.bool_] = (windows == suffix).all(axis=1)
+        return ends[same]
+
+    def _longest(self, ends: NDArray[np.int64]) -> int:
+        """The end whose match is longest; of equals the last."""
+        back = np.arange(SHORTEST + 1, LONGEST + 1)
+        back = back[back <= self._length]
+        places = ends[:, None] - back
+        same = self._tokens[places] == self._tokens[self._length - back]
+        lengths = np.logical_and.accumulate(same & (places >= 0), axis=1).sum(axis=1)
+        return int(ends[len(ends) - 1 - int(np.argmax(lengths[::-1]))])

@@ -1,0 +1,224 @@
+"""Draft widths: how many drafts each request verifies in a round, from costs and acceptance.
+
+A plan maximises expected tokens per second over the measured cost of rounds. A request whose
+drafts have cost more than they brought drafts no more until its loss is small against its time, so
+that speculation cannot cost more than LOSS whatever the estimates say; what LOSS leaves pays for
+trials while its width is 0.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+LOSS = 0.02  # of a request's time that drafts may waste
+CREDIT_ROUNDS = 16  # plain rounds that count as time before they have passed
+KEEP = 0.03  # a new plan must promise this much more than the widths of the last round
+TRIAL = 3  # drafts of a trial
+DECAY = 0.93  # of what was observed, per observation
+PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # acceptance of a draft before anything was observed
+WIDE_AFTER = 2  # fully accepted copies in a row before a copy may exceed the learned window
+MAX_COLUMNS = 128
+
+
+class Origin(StrEnum):
+    """Where drafts come from."""
+
+    DRAFTER = "drafter"
+    COPY = "copy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """Seconds of rounds, measured at start. columns: ascending. verify_s: [rows - 1][columns],
+    draft_s: [rows - 1], of the drafter for a batch."""
+
+    columns: tuple[int, ...]
+    verify_s: tuple[tuple[float, ...], ...]
+    draft_s: tuple[float, ...]
+
+    def round_s(self, num_rows: int, num_columns: int, *, drafter: bool) -> float:
+        """Seconds of a round, linear between measured numbers of columns."""
+        known, costs = self.columns, self.verify_s[num_rows - 1]
+        i = min(bisect_left(known, num_columns), len(known) - 1)
+        cost = costs[i]
+        if i and num_columns < known[i]:
+            share = (known[i] - num_columns) / (known[i] - known[i - 1])
+            cost += share * (costs[i - 1] - cost)
+        return cost + (self.draft_s[num_rows - 1] if drafter else 0.0)
+
+    def plain_s(self, num_rows: int) -> float:
+        """Seconds of a plain round."""
+        return self.round_s(num_rows, num_rows, drafter=False)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a request can draft this round: at most `limit` drafts."""
+
+    origin: Origin
+    limit: int
+
+
+class Acceptance:
+    """Share of drafts accepted at each place, given that those before were; recent rounds count
+    more, and places borrow from each other."""
+
+    def __init__(self, max_drafts: int) -> None:
+        self._offered = [0.0] * max_drafts
+        self._accepted = [0.0] * max_drafts
+
+    def observe(self, width: int, accepted: int) -> None:
+        """A round verified `width` drafts and accepted the first `accepted`."""
+        for i in range(min(width, accepted + 1)):
+            self._offered[i] = DECAY * self._offered[i] + 1
+            self._accepted[i] = DECAY * self._accepted[i] + (i < accepted)
+
+    def gains(self, limit: int) -> list[float]:
+        """Probability that drafts 1 .. limit are accepted, each with all before it."""
+        offered, accepted = sum(self._offered), sum(self._accepted)
+        pooled = (accepted + PRIOR * PRIOR_WEIGHT) / (offered + PRIOR_WEIGHT)
+        gains, reach = [], 1.0
+        for n, yes in zip(self._offered[:limit], self._accepted[:limit]):
+            reach *= (yes + pooled * PRIOR_WEIGHT) / (n + PRIOR_WEIGHT)
+            gains.append(reach)
+        return gains
+
+
+@dataclass
+class _Row:
+    acceptance: dict[Origin, Acceptance]
+    elapsed_s: float = 0.0
+    loss_s: float = 0.0
+    widths: dict[Origin, int] = field(default_factory=lambda: defaultdict(int))
+    full_copies: int = 0
+
+
+class DraftWidths:
+    """Chooses widths for the rounds of one engine and learns from their results. Pure host code;
+    requests are known by keys."""
+
+    def __init__(self, costs: CostTable, *, learned: int, copied: int) -> None:
+        """learned, copied: most drafts of the drafter and of a context copy."""
+        self._costs, self._learned, self._copied = costs, learned, copied
+        self._rows: dict[int, _Row] = {}
+
+    def forget(self, key: int) -> None:
+        """The request has ended."""
+        self._rows.pop(key, None)
+
+    def plan(self, offers: Mapping[int, Offer]) -> dict[int, int]:
+        """Drafts to verify for each request of the round."""
+        gains = {key: self._gains(key, offer, len(offers)) for key, offer in offers.items()}
+        best = self._best(gains, offers)
+        last = {
+            key: min(self._row(key).widths[offer.origin], len(gains[key]))
+            for key, offer in offers.items()
+        }
+        if self._rate(best, gains, offers) < (1 + KEEP) * self._rate(last, gains, offers):
+            best = last
+        return self._with_trial(best, gains, offers)
+
+    def record(
+        self, offers: Mapping[int, Offer], widths: Mapping[int, int], accepted: Mapping[int, int]
+    ) -> None:
+        """What became of a round's drafts; its seconds are those of the cost table."""
+        num_rows, total = len(offers), sum(widths.values())
+        plain = self._costs.plain_s(num_rows)
+        seconds = self._seconds(widths, offers)
+        for key, offer in offers.items():
+            row, width = self._row(key), widths[key]
+            row.elapsed_s += seconds / num_rows
+            row.widths[offer.origin] = width
+            if width:
+                row.acceptance[offer.origin].observe(width, accepted[key])
+                cost = (seconds - plain) * width / total
+                row.loss_s = max(0.0, row.loss_s + cost - accepted[key] * plain / num_rows)
+            if offer.origin is Origin.COPY and width:
+                row.full_copies = row.full_copies + 1 if accepted[key] == width else 0
+
+    def copy_limit(self, key: int) -> int:
+        """Most tokens that a copy may propose for the request now."""
+        full = self._row(key).full_copies >= WIDE_AFTER
+        return self._copied if full else min(self._learned, self._copied)
+
+    def _row(self, key: int) -> _Row:
+        if key not in self._rows:
+            sizes = {Origin.DRAFTER: self._learned, Origin.COPY: self._copied}
+            self._rows[key] = _Row({o: Acceptance(n) for o, n in sizes.items()})
+        return self._rows[key]
+
+    def _gains(self, key: int, offer: Offer, num_rows: int) -> list[float]:
+        if not self._may_lose(key, 0.0, num_rows):
+            return []
+        return self._row(key).acceptance[offer.origin].gains(offer.limit)
+
+    def _may_lose(self, key: int, seconds: float, num_rows: int) -> bool:
+        """Whether the request's drafts may have cost `seconds` more than they brought; its time is
+        its share of its rounds'."""
+        row = self._row(key)
+        time = row.elapsed_s + CREDIT_ROUNDS * self._costs.plain_s(num_rows) / num_rows
+        return row.loss_s + seconds <= LOSS * time
+
+    def _best(
+        self, gains: Mapping[int, Sequence[float]], offers: Mapping[int, Offer]
+    ) -> dict[int, int]:
+        """The plan of most tokens per second: the likeliest drafts, with or without the drafter."""
+        num_rows, best = len(offers), 0
+        rate = num_rows / self._costs.plain_s(num_rows)
+        chosen: list[tuple[float, int, int]] = []
+        for drafter in (False, True):
+            ranked = sorted(
+                (-gain, i, key)
+                for key, offer in offers.items()
+                if drafter or offer.origin is Origin.COPY
+                for i, gain in enumerate(gains[key])
+            )[: MAX_COLUMNS - num_rows]
+            tokens = float(num_rows)
+            for n, (gain, _, _) in enumerate(ranked, 1):
+                tokens -= gain
+                promised = tokens / self._costs.round_s(num_rows, num_rows + n, drafter=drafter)
+                if promised > rate:
+                    rate, best, chosen = promised, n, ranked
+        plan = dict.fromkeys(offers, 0)
+        for _, _, key in chosen[:best]:
+            plan[key] += 1
+        return plan
+
+    def _rate(
+        self,
+        plan: Mapping[int, int],
+        gains: Mapping[int, Sequence[float]],
+        offers: Mapping[int, Offer],
+    ) -> float:
+        """Expected tokens per second."""
+        tokens = len(plan) + sum(sum(gains[key][:width]) for key, width in plan.items())
+        return tokens / self._seconds(plan, offers)
+
+    def _seconds(self, plan: Mapping[int, int], offers: Mapping[int, Offer]) -> float:
+        drafter = any(w and offers[key].origin is Origin.DRAFTER for key, w in plan.items())
+        return self._costs.round_s(len(plan), len(plan) + sum(plan.values()), drafter=drafter)
+
+    def _with_trial(
+        self,
+        plan: dict[int, int],
+        gains: Mapping[int, Sequence[float]],
+        offers: Mapping[int, Offer],
+    ) -> dict[int, int]:
+        """The plan, and a trial for the first request of width 0 that can pay for one."""
+        room = MAX_COLUMNS - len(plan) - sum(plan.values())
+        for key in plan:
+            width = min(TRIAL, len(gains[key]), room)
+            if plan[key] or width < 1:
+                continue
+            tried = plan | {key: width}
+            extra = self._seconds(tried, offers) - self._seconds(plan, offers)
+            if self._may_lose(key, extra, len(plan)):
+                return tried
+        return plan
