@@ -10,6 +10,7 @@ from appliance.errors import ERROR_BODIES, HttpError, body_of
 from appliance.protocols import (
     chat_fields,
     chat_messages,
+    chat_tools,
     checks,
     fields,
     messages_blocks,
@@ -39,7 +40,7 @@ SCHEMAS: dict[Any, dict[str, Any]] = {
     fields.effort: {"type": "string", "enum": list(fields.EFFORTS)},
     chat_messages.parse_messages: {"type": "array", "items": {"type": "object"}, "minItems": 1},
     messages_blocks.parse_messages: {"type": "array", "items": {"type": "object"}, "minItems": 1},
-    chat_messages.parse_tools: {"type": "array", "items": {"type": "object"}},
+    chat_tools.parse_tools: {"type": "array", "items": {"type": "object"}},
     messages_tools.parse_tools: {"type": "array", "items": {"type": "object"}},
 }
 PLACEHOLDER = re.compile(r"<(\w+)(?::\w+)?>")

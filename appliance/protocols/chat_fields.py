@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from appliance.protocols import checks
-from appliance.protocols.chat_messages import parse_messages, parse_tool_choice, parse_tools
+from appliance.protocols.chat_messages import parse_messages
+from appliance.protocols.chat_tools import parse_response_format, parse_tool_choice, parse_tools
 from appliance.protocols.fields import (
     MAX_SEED,
     MAX_STOPS,
@@ -50,16 +51,6 @@ def _stream_options(value: Any, path: str) -> bool:
             code="stream_option_not_supported",
         )
     return checks.boolean(found.get("include_usage", False), f"{path}.include_usage")
-
-
-def _response_format(value: Any, path: str) -> str:
-    kind = checks.mapping(value, path).get("type")
-    if kind in ("json_object", "json_schema"):
-        raise checks.refused(
-            path, f"{kind} cannot be enforced; use text", code="response_format_not_supported"
-        )
-    checks.members(value, path, ("type",))
-    return checks.one_of(kind, f"{path}.type", ("text",))
 
 
 def _modalities(value: Any, path: str) -> Any:
@@ -140,18 +131,17 @@ FIELDS: dict[str, Field] = {
     "tool_choice": Field(
         Verdict.OBEYED,
         parse_tool_choice,
-        "`auto` or `none` (the tools are not shown); `required` and named choices are refused: "
-        "`tool_choice_not_supported`",
+        "`auto`, `none` (the tools are not shown), `required` (one call or more), a function by "
+        "its name (one call of it), allowed_tools (those alone are shown)",
     ),
     "parallel_tool_calls": Field(
-        Verdict.OBEYED,
-        only(True, "the number of calls cannot be limited", "parallel_tool_calls_not_supported"),
-        "only true",
+        Verdict.OBEYED, checks.boolean, "default true; false is at most one call"
     ),
     "response_format": Field(
         Verdict.OBEYED,
-        _response_format,
-        'only `{"type": "text"}`; JSON forms are refused: `response_format_not_supported`',
+        parse_response_format,
+        "text, json_object or json_schema, enforced while generating, `strict` or not; with tools "
+        "the answer is JSON or calls",
     ),
     "modalities": Field(Verdict.OBEYED, _modalities, 'only `["text"]`'),
     "verbosity": Field(

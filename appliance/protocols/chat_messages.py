@@ -1,20 +1,18 @@
-"""Messages, tools and tool choice of Chat Completions as conversation values; all else refused."""
+"""Messages of Chat Completions as conversation values; all else refused."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from appliance.protocols import checks
+from appliance.protocols.chat_tools import tool_name
 from ginfer.errors import RequestError
-from ginfer.prompt import ContentPart, Message, Tool, ToolCall
+from ginfer.prompt import ContentPart, Message, ToolCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 CALL_MEMBERS = ("name", "arguments", "parsed_arguments")
 MEDIA_PARTS = ("image_url", "image", "video_url", "video", "input_audio", "audio")
 # members of an assistant message that clients send back empty
@@ -31,30 +29,6 @@ def parse_messages(value: Any, path: str = "messages") -> tuple[Message, ...]:
     messages = [_message(entry, f"{path}.{i}") for i, entry in enumerate(entries)]
     names = [entry.get("name") if m.role == "tool" else None for entry, m in zip(entries, messages)]
     return tuple(_order_results(messages, names, path))
-
-
-def parse_tools(value: Any, path: str = "tools") -> tuple[Tool, ...]:
-    """The functions on offer. Raises RequestError with the member's path."""
-    tools = [_tool(entry, f"{path}.{i}") for i, entry in enumerate(checks.array(value, path))]
-    seen: set[str] = set()
-    for i, tool in enumerate(tools):
-        if tool.name in seen:
-            raise checks.wrong(f"{path}.{i}.function.name", tool.name, "a name not given before")
-        seen.add(tool.name)
-    return tuple(tools)
-
-
-def parse_tool_choice(value: Any, path: str = "tool_choice") -> str:
-    """'none' or 'auto'; `required` and named choices are refused: nothing would enforce them."""
-    if value in ("none", "auto"):
-        return str(value)
-    if value == "required" or isinstance(value, dict):
-        raise checks.refused(
-            path,
-            "only 'none' and 'auto' are supported; a call cannot be forced",
-            code="tool_choice_not_supported",
-        )
-    raise checks.wrong(path, value, "'none' or 'auto'")
 
 
 @dataclass(frozen=True)
@@ -184,39 +158,6 @@ def parse_arguments(value: Any, path: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise checks.wrong(path, text, "a string that holds a JSON object")
     return checks.shallow(parsed, path)
-
-
-def tool_name(value: Any, path: str) -> str:
-    """A legal function name."""
-    if not TOOL_NAME.fullmatch(checks.string(value, path)):
-        raise checks.wrong(path, value, "1 to 64 letters, digits, '_' or '-'")
-    return str(value)
-
-
-def _tool(value: Any, path: str) -> Tool:
-    """One function on offer. `wire` keeps the client's object, which the template prints."""
-    found = checks.mapping(value, path)
-    kind = checks.string(checks.required(found, path, "type"), f"{path}.type")
-    if kind != "function":
-        raise checks.refused(
-            f"{path}.type", f"{kind} tools are not supported", code="tool_type_not_supported"
-        )
-    found = checks.members(found, path, ("type", "function"))
-    where = f"{path}.function"
-    function = checks.members(
-        checks.required(found, path, "function"),
-        where,
-        ("name", "description", "parameters", "strict"),
-    )
-    if "description" in function:
-        checks.string(function["description"], f"{where}.description")
-    if checks.boolean(function.get("strict", False), f"{where}.strict"):
-        why = "arguments cannot be forced to the schema; leave strict out or set it to false"
-        raise checks.refused(f"{where}.strict", why, code="strict_tools_not_supported")
-    parameters = checks.mapping(function.get("parameters", EMPTY_SCHEMA), f"{where}.parameters")
-    checks.shallow(parameters, f"{where}.parameters")
-    name = tool_name(checks.required(function, where, "name"), f"{where}.name")
-    return Tool(name=name, parameters=parameters, wire=value)
 
 
 def _order_results(messages: list[Message], names: list[str | None], path: str) -> list[Message]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from appliance.protocols import checks
 from appliance.protocols.chat_fields import FIELDS
+from appliance.protocols.chat_tools import chosen_tools
 from appliance.protocols.defaults import SamplingOverrides
 from appliance.protocols.fields import check_fields, conflict
 from appliance.protocols.generation import Generation
@@ -34,9 +35,9 @@ def parse_request(body: Any, *, defaults: ServerDefaults) -> ChatRequest:
     in messages.3.content.0.text; UnsupportedError when the member is refused."""
     values, accepted = check_fields(checks.mapping(body, "body"), FIELDS)
     own = SamplingOverrides(**{k: values[k] for k in SAMPLING_FIELDS if k in values})
-    tools = values.get("tools", ())
-    if values.get("tool_choice", "none") != "none" and not tools:
-        raise checks.wrong("tool_choice", values["tool_choice"], "tools with it, or 'none'")
+    choice, tools = values.get("tool_choice"), values.get("tools", ())
+    if choice is not None:
+        tools = chosen_tools(choice, tools)
     if "stream_options" in values and not values.get("stream"):
         raise checks.wrong("stream_options", body["stream_options"], "stream: true with it")
     return ChatRequest(
@@ -45,7 +46,11 @@ def parse_request(body: Any, *, defaults: ServerDefaults) -> ChatRequest:
         options=prompt_options(values, defaults),
         max_tokens=_max_tokens(values, defaults),
         tools=tools,
-        tool_choice=values.get("tool_choice", "auto"),
+        tool_choice=choice.mode if choice else "auto",
+        named_tool=choice.named[0] if choice and choice.named else None,
+        parallel_tool_calls=values.get("parallel_tool_calls", True),
+        schema=values.get("response_format"),
+        schema_path="response_format.json_schema.schema",
         sampling=own.over(defaults.sampling),
         logit_bias=values.get("logit_bias", ()),
         logprobs=_logprobs(values),

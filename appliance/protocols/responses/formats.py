@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from appliance.protocols import checks
+from appliance.protocols.chat_tools import named_schema
 from ginfer.errors import RequestError, UnsupportedError
 from ginfer.frontend.grammar import ANY_OBJECT
 
@@ -15,29 +16,18 @@ if TYPE_CHECKING:
     from ginfer.prompt import Tool
 
 FORMAT = "text.format"
-FORMAT_MEMBERS = {
-    "text": ("type",),
-    "json_object": ("type",),
-    "json_schema": ("type", "name", "schema", "strict", "description"),
-}
-MAX_NAME_CHARS = 64
+KINDS = ("text", "json_object", "json_schema")
 
 
 def check_format(value: Any, path: str = FORMAT) -> dict[str, Any] | None:
     """The JSON schema that the answer must match; None = any text. `strict: false` changes
     nothing: a schema is always enforced."""
     kind = checks.string(checks.required(checks.mapping(value, path), path, "type"), f"{path}.type")
-    checks.one_of(kind, f"{path}.type", tuple(FORMAT_MEMBERS))
-    found = checks.members(value, path, FORMAT_MEMBERS[kind])
-    if kind != "json_schema":
-        return ANY_OBJECT if kind == "json_object" else None
-    name = checks.string(checks.required(found, path, "name"), f"{path}.name")
-    if not 0 < len(name) <= MAX_NAME_CHARS:
-        raise checks.wrong(f"{path}.name", name, f"1 to {MAX_NAME_CHARS} characters")
-    checks.boolean(found.get("strict", False), f"{path}.strict")
-    checks.string(found.get("description", ""), f"{path}.description")
-    schema = checks.mapping(checks.required(found, path, "schema"), f"{path}.schema")
-    return checks.shallow(schema, f"{path}.schema")
+    checks.one_of(kind, f"{path}.type", KINDS)
+    if kind == "json_schema":
+        return named_schema(value, path, also=("type",))
+    checks.members(value, path, ("type",))
+    return ANY_OBJECT if kind == "json_object" else None
 
 
 def at_its_tool(error: RequestError, tools: Sequence[Tool], toolset: ToolSet) -> RequestError:

@@ -6,7 +6,8 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from appliance.protocols import checks
-from appliance.protocols.chat_messages import parse_arguments, tool_name
+from appliance.protocols.chat_messages import parse_arguments
+from appliance.protocols.chat_tools import tool_name
 from appliance.protocols.fields import cache_options
 from ginfer.errors import RequestError
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from appliance.protocols import checks
-from appliance.protocols.chat_messages import tool_name
+from appliance.protocols.chat_tools import EMPTY_SCHEMA, tool_name
 from appliance.protocols.responses.turns import CUSTOM_INPUT
 from ginfer.prompt import Tool
 
@@ -38,7 +38,6 @@ CHOICES = ("none", "auto", "required")
 CALLERS = ("direct", "programmatic")
 FORMATS = {"text": ("type",), "grammar": ("type", "syntax", "definition")}
 FORMAT_MEMBERS = FORMATS["grammar"]
-EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 INPUT_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {CUSTOM_INPUT: {"type": "string"}},

@@ -14,8 +14,26 @@ from appliance.protocols.openai_errors import error_body
 from ginfer.engine.request import StopString
 from ginfer.errors import OverloadedError, RequestError, UnsupportedError
 from ginfer.frontend.base import SamplingDefaults
+from ginfer.frontend.grammar import ANY_OBJECT
 from ginfer.prompt import PreparedPrompt, PromptOptions
 from tests.host.protocols.bodies import CALL, DEFAULTS, WEATHER, body, nested, parse
+
+
+def schema_of(member):
+    """An object schema with the member x."""
+    return {"type": "object", "properties": {"x": member}, "required": ["x"]}
+
+
+def strict_tool(member):
+    """A strict function with the parameter x."""
+    function = {"name": "f", "strict": True, "parameters": schema_of(member)}
+    return {"type": "function", "function": function}
+
+
+def json_schema(member):
+    """A response format with the member x."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema_of(member)}}
+
 
 PRESET = SamplingDefaults(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=0.5)
 PROMPT = PreparedPrompt(token_ids=None)
@@ -52,8 +70,9 @@ KEPT = [
         "options",
         PromptOptions(effort="low", preserve_thinking=False),
     ),
-    ("parallel_tool_calls", True, "tool_choice", "auto"),
-    ("response_format", {"type": "text"}, "tools", ()),
+    ("parallel_tool_calls", True, "parallel_tool_calls", True),
+    ("response_format", {"type": "text"}, "schema", None),
+    ("response_format", {"type": "json_object"}, "schema", ANY_OBJECT),
     ("modalities", ["text"], "tools", ()),
     ("verbosity", "medium", "tools", ()),
     ("store", False, "accepted_without_effect", ()),
@@ -73,38 +92,24 @@ REFUSED = [
     ({"n": 2}, "n", "n_not_supported"),
     ({"n": True}, "n", "n_not_supported"),
     (
-        {"response_format": {"type": "json_object"}},
-        "response_format",
-        "response_format_not_supported",
-    ),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
-        "response_format",
-        "response_format_not_supported",
-    ),
-    ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice", "tool_choice_not_supported"),
-    (
-        {
-            "tools": [WEATHER],
-            "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
-        },
-        "tool_choice",
-        "tool_choice_not_supported",
-    ),
-    (
-        {"tools": [WEATHER], "parallel_tool_calls": False},
-        "parallel_tool_calls",
-        "parallel_tool_calls_not_supported",
-    ),
-    (
         {"tools": [{"type": "custom", "custom": {"name": "x"}}]},
         "tools.0.type",
         "tool_type_not_supported",
     ),
     (
-        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-        "tools.0.function.strict",
-        "strict_tools_not_supported",
+        {"tools": [WEATHER], "tool_choice": {"type": "custom", "custom": {"name": "x"}}},
+        "tool_choice.type",
+        "tool_type_not_supported",
+    ),
+    (
+        {"tools": [WEATHER, strict_tool({"type": "string", "pattern": "(?=a)b"})]},
+        "tools.1.function.parameters.properties.x.pattern",
+        "unsupported_schema",
+    ),
+    (
+        {"response_format": json_schema({"type": "string", "pattern": "(?=a)b"})},
+        "response_format.json_schema.schema.properties.x.pattern",
+        "unsupported_schema",
     ),
     ({"modalities": ["text", "audio"]}, "modalities", "modality_not_supported"),
     ({"audio": {"voice": "x", "format": "wav"}}, "audio", "modality_not_supported"),
@@ -202,6 +207,23 @@ MALFORMED = [
     ({"prompt_cache_retention": "1y"}, "prompt_cache_retention", "invalid_value"),
     ({"prediction": {"type": "content"}}, "prediction.content", "missing_required_parameter"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
+    (
+        {"response_format": {"type": "json_schema"}},
+        "response_format.json_schema",
+        "missing_required_parameter",
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": {}}},
+        "response_format.schema",
+        "unknown_parameter",
+    ),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    (
+        {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice.function.name",
+        "invalid_value",
+    ),
+    ({"tools": [WEATHER], "parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_type"),
 ]
 
 
@@ -283,7 +305,7 @@ def test_the_advisory_list_is_closed():
 @pytest.mark.parametrize(("fields", "param", "code"), REFUSED)
 def test_field_is_refused_by_name(fields, param, code):
     with pytest.raises(UnsupportedError) as caught:
-        parse(**fields)
+        engine_request(**fields)
     assert (caught.value.param, caught.value.code, caught.value.status) == (param, code, 400)
     assert caught.value.message.startswith(param)
 
