@@ -18,7 +18,7 @@ from ginfer.cuda.attention.decode import attention_decode_kernel
 from ginfer.cuda.attention.decode_launch import work_items
 from ginfer.cuda.attention.merge import attention_merge_kernel
 from ginfer.cuda.attention.pages import TILE, PageShape
-from ginfer.cuda.attention.prefill import QUERIES, attention_prefill_kernel
+from ginfer.cuda.attention.prefill import attention_prefill_kernel
 from ginfer.cuda.embedding import embedding_kernel
 from ginfer.cuda.gdn.conv import PIECE, conv_kernel
 from ginfer.cuda.gdn.step import gdn_step_kernel
@@ -222,16 +222,17 @@ def check_attention(cache, out):
     ATTENTION_BF16.check(bf16_to_f32(out), want)
 
 
-def attention_prefill(run, cache, *, stages):
+def attention_prefill(run, cache, *, form):
     """Result bits [T, H D] of the prefill kernel."""
+    most = 16 * form[0]
     items = [
-        (t, min(QUERIES, stop - t))
+        (t, min(most, stop - t))
         for start, stop in _spans(cache.row)
-        for t in range(start, stop, QUERIES)
+        for t in range(start, stop, most)
     ]
     out = np.full((len(cache.row), cache.H * D), NAN, np.uint16)
     run(
-        attention_prefill_kernel(stages, run.early),
+        attention_prefill_kernel(*form, run.early),
         len(items) * cache.H,
         *(out, cache.qkgv, cache.kv, np.array(items, np.int32), cache.row, cache.token),
         *(cache.pages, cache.H, cache.G, *cache.numbers, D**-0.5),

@@ -16,7 +16,7 @@ from ginfer.batch import Phase
 from ginfer.cuda.attention.append import Columns
 from ginfer.cuda.attention.decode import BLOCK_TILES
 from ginfer.cuda.attention.decode_launch import SMALL, WorkItems, large_tiles, work_items
-from ginfer.cuda.attention.prefill import QUERIES
+from ginfer.cuda.attention.prefill import form_of
 from ginfer.cuda.gdn.conv import Rows
 from ginfer.cuda.runtime.memory import PinnedBuffer, Slice, copy_to_device
 from ginfer.cuda.runtime.stream import Event
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 256
 MAX_BIAS = 1024  # entries per row
+LEAST_QUERIES = 32  # columns of a work item of prefill attention
 
 
 def rope_frequencies(spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -66,7 +67,7 @@ def table_sizes(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[str, i
         "items": 1 + 3 * blocks,
         "lists": blocks * B,
         "first": T + 1,
-        "queries": 2 * (div_ceil(T, QUERIES) + B),
+        "queries": 2 * (div_ceil(T, LEAST_QUERIES) + B),
         "columns": selected,
         "draws": selected * DRAW.itemsize // 4,
         "mask": selected * div_ceil(spec.num_token_ids, 32),
@@ -102,6 +103,7 @@ class Frame:
     ) -> None:
         self._spec, self._plan, self._stream = spec, plan, queue.stream
         self._tiles = large_tiles(queue.image.capability)
+        self._queries = 16 * form_of(queue.image.capability)[0]
         total = sum(sizes.values())
         device = memory.take(total, "tables")
         self._host = PinnedBuffer(total)
@@ -177,7 +179,7 @@ class Frame:
             tables["items"] = np.append(np.int32(len(items.items)), items.items.reshape(-1))
             tables["lists"], tables["first"] = items.lists, items.first
         else:
-            queries = _query_items(batch.row_indptr, token)
+            queries = _query_items(batch.row_indptr, token, self._queries)
             staged.num_queries, tables["queries"] = len(queries), queries
         for name, values in tables.items():
             self._fill(name, values)
@@ -245,12 +247,15 @@ def expand_items(items: Any, token: NDArray[np.int32], *, group: int) -> WorkIte
     return WorkItems(flat.astype(np.int32), items.rows.astype(np.int32), first)
 
 
-def _query_items(indptr: NDArray[np.int32], token: NDArray[np.int32]) -> NDArray[np.int32]:
-    """(first column, columns) of at most 64 columns of a row each, the longest histories first."""
+def _query_items(
+    indptr: NDArray[np.int32], token: NDArray[np.int32], most: int
+) -> NDArray[np.int32]:
+    """(first column, columns) of at most `most` columns of a row each, the longest histories
+    first."""
     items = [
-        (t, min(QUERIES, end - t))
+        (t, min(most, end - t))
         for start, end in pairwise(indptr.tolist())
-        for t in range(start, end, QUERIES)
+        for t in range(start, end, most)
     ]
     items.sort(key=lambda item: -int(token[item[0]]))
     return np.array(items, np.int32).reshape(-1, 2)

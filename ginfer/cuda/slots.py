@@ -86,7 +86,7 @@ class Slots:
         """Bytes of the parking space."""
         return self._parking.nbytes if self._parking else 0
 
-    def _parts(self, slot: int) -> Iterator[tuple[int, int]]:
+    def parts(self, slot: int) -> Iterator[tuple[int, int]]:
         """(address, bytes) of a slot's parts, in the order of a snapshot."""
         for i in range(self._layers):
             yield self.state(i) + slot * self._state, self._state
@@ -95,18 +95,18 @@ class Slots:
 
     def clear(self, slot: int) -> None:
         """Zero a slot."""
-        for address, nbytes in self._parts(slot):
+        for address, nbytes in self.parts(slot):
             set_bytes(Slice(address, nbytes), 0, self._stream)
 
     def copy(self, target: int, source: int) -> None:
         """Copy a slot."""
-        for (to, nbytes), (at, _) in zip(self._parts(target), self._parts(source)):
+        for (to, nbytes), (at, _) in zip(self.parts(target), self.parts(source)):
             copy_on_device(to, at, nbytes, stream=self._stream)
 
     def _through_units(self, slot: int, units: Ids, base: int, copy: Copy) -> None:
         """Call copy(slot address, unit address, bytes) for every piece of a snapshot."""
         done = 0
-        for address, nbytes in self._parts(slot):
+        for address, nbytes in self.parts(slot):
             while nbytes:
                 unit, inside = divmod(done, self._unit)
                 piece = min(nbytes, self._unit - inside)

@@ -1,11 +1,12 @@
 """Attention of the prefill family: many columns of a row over absolute blocks of 2,048 keys.
 
-A work item is up to 64 columns of a row and a query head. Within a block of keys the softmax is
+A work item is up to 16 tiles' columns of a row (64; 32 where shared memory is small) and a query
+head. Within a block of keys the softmax is
 online, tile after tile of 64 keys from the left; the blocks are merged left to right. So a column's
 value depends on its position and history alone, however a prompt is cut. Keys beyond a column's own
 position weigh 0, and what a page holds beyond the last column is not read.
 
-Sixteen warps: warp w has rows 16 (w % 4) .. + 15 and quarter w / 4 of the keys (scores) or dims
+Sixteen warps: warp w has row tile w % tiles, and part w / tiles of the keys (scores) or dims
 (values). Legend: H query heads, G K/V heads, D = 256 dims. Oracle: tests.oracles.attention.
 """
 
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
     from ginfer.cuda.runtime.queue import Queue
 
-QUERIES = 64
 BLOCK_TILES = 2048 // TILE
 THREADS = 512
 PLANE_NBYTES = HEAD_DIM // 64 * PANEL_NBYTES
@@ -64,27 +64,35 @@ LOWEST = -1.0e30
 
 
 @kernel(*(int64,) * 7, *(uint32,) * 5, float32)
-def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untyped-def]
+def attention_prefill_kernel(tiles: int, stages: int, early: int):  # type: ignore[no-untyped-def]
     """Arguments out, qkgv, kv, items, row, token, pages, H, G, P, bytes of a page, offset of the
     layer, scale. items: u32 (first column, columns) each; blocks: item-major, heads inside.
 
-    stages: planes of keys or values in shared memory; with one, a plane is waited for.
+    tiles: of 16 columns, 4 or 2. stages: planes of keys or values in shared memory; with one, a
+    plane is waited for.
     """
-    start, D = follow(early), HEAD_DIM
-    score_at = QUERIES * HEAD_DIM * 2
-    weight_at = score_at + QUERIES * SCORE_PITCH
-    stats_at = weight_at + QUERIES * 128
-    ring_at = stats_at + QUERIES * 32
+    start, D, rows, parts = follow(early), HEAD_DIM, 16 * tiles, 16 // tiles
+    keys_each, dims_each, rows_each = TILE // parts, HEAD_DIM // parts, rows // 16
+    key_tiles, dim_tiles, num_c, num_s = (
+        keys_each // 8,
+        dims_each // 8,
+        dims_each // 2,
+        keys_each // 2,
+    )
+    score_at = rows * HEAD_DIM * 2
+    weight_at = score_at + rows * SCORE_PITCH
+    stats_at = weight_at + rows * 128
+    ring_at = stats_at + rows * 32
     chunks = PLANE_NBYTES // 16
-    q_panel = QUERIES * 128
+    q_panel = rows * 128
     # of a row: m, sum, decay of the open block; m, sum of the blocks before it
-    m_at, l_at, decay_at, top_at, all_at = (stats_at + QUERIES * 4 * i for i in range(5))
+    m_at, l_at, decay_at, top_at, all_at = (stats_at + rows * 4 * i for i in range(5))
 
     @cuda.jit(device=True, inline="always")
     def fetch_queries(to, x, width, count, thread):
-        """64 rows of a head, those from `count` on zero."""
+        """The rows of a head, those from `count` on zero."""
         i = thread
-        while i < uint32(QUERIES * 32):
+        while i < uint32(rows * 32):
             r, chunk = uint32(i >> uint32(5)), uint32(i & uint32(31))
             there = r < count
             at = x + int64(r) * width + int64(chunk) * 16 if there else x
@@ -96,20 +104,20 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
     @cuda.jit(device=True, inline="always")
     def score_tile(base, keys, scale, warp, lane):
         """Scores of the warp's 16 rows against its quarter of the keys."""
-        c = cuda.local.array(8, float32)
-        for i in range(8):
+        c = cuda.local.array(num_s, float32)
+        for i in range(num_s):
             c[i] = float32(0.0)
-        row = uint32((warp & uint32(3)) * uint32(16))
-        token = uint32((warp >> uint32(2)) * uint32(16))
+        row = uint32(uint32(warp % uint32(tiles)) * uint32(16))
+        token = uint32(uint32(warp // uint32(tiles)) * uint32(keys_each))
         for pair in range(D // 32):
             low = row_fragment(base, row, uint32(pair * 2), q_panel, lane)
             high = row_fragment(base, row, uint32(pair * 2 + 1), q_panel, lane)
-            for n in range(2):
+            for n in range(key_tiles):
                 b = key_pair(keys, uint32(token + uint32(8 * n)), uint32(pair * 2), lane)
                 mma_add(c, 4 * n, low, b[0], b[1])
                 mma_add(c, 4 * n, high, b[2], b[3])
         column = uint32(token + (lane & uint32(3)) * uint32(2))
-        for n in range(2):
+        for n in range(key_tiles):
             for i in range(4):
                 r = uint32(row + uint32((i >> 1) * 8) + (lane >> uint32(2)))
                 at = uint32(base + uint32(score_at) + r * uint32(SCORE_PITCH))
@@ -119,8 +127,8 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
     @cuda.jit(device=True, inline="always")
     def weigh(base, position, key, warp, lane):
         """Online softmax of a tile whose first key is `key`; row r sees keys up to position + r."""
-        for n in range(4):
-            r = uint32(warp * uint32(4) + uint32(n))
+        for n in range(rows_each):
+            r = uint32(warp * uint32(rows_each) + uint32(n))
             at = uint32(base + uint32(score_at) + r * uint32(SCORE_PITCH) + lane * uint32(8))
             word = uint32(base + r * uint32(4))
             first = uint32(key + lane * uint32(2))
@@ -149,7 +157,7 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
         """Sixteen tokens. Steps are spelt out, for a loop too long to unroll keeps its sums in
         local memory."""
         a = row_fragment(weights, row, uint32(step), 0, lane)
-        for n in range(4):
+        for n in range(dim_tiles // 2):
             b = value_pair(values, step, uint32(first + uint32(16 * n)), lane)
             mma_add(c, 8 * n, a, b[0], b[1])
             mma_add(c, 8 * n + 4, a, b[2], b[3])
@@ -157,16 +165,16 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
     @cuda.jit(device=True, inline="always")
     def add_values(c, base, values, warp, lane):
         """c = c * decay of the rows + weights times the warp's quarter of the dims."""
-        row = uint32((warp & uint32(3)) * uint32(16))
+        row = uint32(uint32(warp % uint32(tiles)) * uint32(16))
         word = uint32(base + uint32(decay_at) + (row + (lane >> uint32(2))) * uint32(4))
         low, high = ld_shared_f32(word), ld_shared_f32(uint32(word + uint32(32)))
-        for n in range(8):
+        for n in range(dim_tiles):
             c[4 * n] = c[4 * n] * low
             c[4 * n + 1] = c[4 * n + 1] * low
             c[4 * n + 2] = c[4 * n + 2] * high
             c[4 * n + 3] = c[4 * n + 3] * high
         weights = uint32(base + uint32(weight_at))
-        first = uint32((warp >> uint32(2)) * uint32(64))
+        first = uint32(uint32(warp // uint32(tiles)) * uint32(dims_each))
         add_step(c, weights, values, row, first, 0, lane)
         add_step(c, weights, values, row, first, 1, lane)
         add_step(c, weights, values, row, first, 2, lane)
@@ -189,7 +197,9 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
     @cuda.jit(device=True, inline="always")
     def merge(total, c, half, base, warp, lane):
         """total = total * left + c * right for rows g (half 0) or g + 8 of the warp; c = 0."""
-        row = uint32((warp & uint32(3)) * uint32(16) + (lane >> uint32(2)) + uint32(8 * half))
+        row = uint32(
+            uint32(warp % uint32(tiles)) * uint32(16) + (lane >> uint32(2)) + uint32(8 * half)
+        )
         word = uint32(base + row * uint32(4))
         old = ld_shared_f32(uint32(word + uint32(top_at)))
         m = ld_shared_f32(uint32(word + uint32(m_at)))
@@ -197,13 +207,14 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
         left, right = exp2_approx(old - top), exp2_approx(m - top)
         merge_four(total, c, 2 * half, left, right)
         merge_four(total, c, 8 + 2 * half, left, right)
-        merge_four(total, c, 16 + 2 * half, left, right)
-        merge_four(total, c, 24 + 2 * half, left, right)
+        if tiles == 4:
+            merge_four(total, c, num_c - 16 + 2 * half, left, right)
+            merge_four(total, c, num_c - 8 + 2 * half, left, right)
 
     @cuda.jit(device=True, inline="always")
     def merge_stats(base, thread):
         """The same for maximum and sum of a row, and an open block without keys."""
-        if thread < uint32(QUERIES):
+        if thread < uint32(rows):
             word = uint32(base + thread * uint32(4))
             old, m = (
                 ld_shared_f32(uint32(word + uint32(top_at))),
@@ -231,12 +242,16 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
     @cuda.jit(device=True, inline="always")
     def finish(total, half, base, out, gate, widths, count, warp, lane):
         """Rows g (half 0) or g + 8 (half 1) of the warp."""
-        r = uint32((warp & uint32(3)) * uint32(16) + (lane >> uint32(2)) + uint32(8 * half))
+        r = uint32(
+            uint32(warp % uint32(tiles)) * uint32(16) + (lane >> uint32(2)) + uint32(8 * half)
+        )
         if r < count:
             inv = float32(1.0) / ld_shared_f32(uint32(base + uint32(all_at) + r * uint32(4)))
-            dim = uint32((warp >> uint32(2)) * uint32(64) + (lane & uint32(3)) * uint32(2))
+            dim = uint32(
+                uint32(warp // uint32(tiles)) * uint32(dims_each) + (lane & uint32(3)) * uint32(2)
+            )
             gate, out = gate + int64(r) * widths[0], out + int64(r) * widths[1]
-            for n in range(8):
+            for n in range(dim_tiles):
                 at = int64(dim + uint32(8 * n)) * 2
                 finish_two(total, 4 * n + 2 * half, out, gate, at, inv)
 
@@ -259,8 +274,8 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
         base = uint32((shared_address(cuda.shared.array(0, uint32)) + 127) & uint32(0xFFFFFF80))
         ring, thread = uint32(base + uint32(ring_at)), uint32(cuda.threadIdx.x)
         warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
-        c, total = cuda.local.array(32, float32), cuda.local.array(32, float32)
-        for i in range(32):
+        c, total = cuda.local.array(num_c, float32), cuda.local.array(num_c, float32)
+        for i in range(num_c):
             c[i], total[i] = float32(0.0), float32(0.0)
         start()
         item = div_u32(uint32(cuda.blockIdx.x), H)
@@ -275,7 +290,7 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
         value, width = int64(G) * PLANE_NBYTES, int64(H + G) * (4 * D)
         x = qkgv + int64(t) * width + int64(h) * (2 * D)
         fetch_queries(base, x, width, count, thread)
-        if thread < uint32(QUERIES):
+        if thread < uint32(rows):
             word = uint32(base + thread * uint32(4))
             st_shared_f32(uint32(word + uint32(m_at)), float32(LOWEST))
             st_shared_f32(uint32(word + uint32(top_at)), float32(LOWEST))
@@ -317,14 +332,14 @@ def attention_prefill_kernel(stages: int, early: int):  # type: ignore[no-untype
     return Build(attention_prefill, THREADS, ring_at + stages * PLANE_NBYTES + 128)
 
 
-def stages_of(capability: str) -> int:
-    """Two planes where a block has room for them."""
-    return 1 if capability in ("86", "89", "120a") else 2
+def form_of(capability: str) -> tuple[int, int]:
+    """(tiles, stages): less where a block has 99 KiB."""
+    return (2, 1) if capability in ("86", "89", "120a") else (4, 2)
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
     """One kernel."""
-    yield attention_prefill_kernel(stages_of(capability), starts_early(capability))
+    yield attention_prefill_kernel(*form_of(capability), starts_early(capability))
 
 
 @dataclass(frozen=True)
@@ -350,7 +365,7 @@ def attention_prefill(
     kv: address of page 0, attention layer, shape of the pages."""
     address, layer_idx, pages = kv
     queue.launch(
-        attention_prefill_kernel(stages_of(queue.image.capability), queue.early),
+        attention_prefill_kernel(*form_of(queue.image.capability), queue.early),
         (shape.num_items * shape.H,),
         *(out, qkgv, address, shape.items, columns.row, columns.token, columns.pages),
         *(shape.H, pages.G, columns.P, pages.page_nbytes, pages.layer_offset(layer_idx)),

@@ -52,13 +52,13 @@ def test_how_columns_are_grouped_changes_no_bit(plain):
     assert (attention_decode(plain, cache, tiles=3, group=3, grid=1) == alone).all()
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_prefill_attention_over_several_blocks(plain, stages, monkeypatch):
+@pytest.mark.parametrize("form", [(2, 1), (4, 2)])
+def test_prefill_attention_over_several_blocks(plain, form, monkeypatch):
     module = emulated("ginfer.cuda.attention.prefill")
     monkeypatch.setattr(module, "BLOCK_TILES", 1)
     cache = make_cache(3, (2, 1), [(131, 5)])
     check_append(plain, cache)
-    check_attention(cache, attention_prefill(plain, cache, stages=stages))
+    check_attention(cache, attention_prefill(plain, cache, form=form))
 
 
 def test_conv_in_place_and_over_pieces(plain):

@@ -1,0 +1,144 @@
+"""Kernels between the linear operators on the GPU: float64 oracles, company, grids, long tables."""
+
+import numpy as np
+import pytest
+
+from ginfer.cuda.attention.decode_launch import SMALL, large_tiles
+from ginfer.cuda.attention.prefill import form_of
+from ginfer.cuda.runtime.queue import starts_early
+from tests.device_cases import (
+    attention_decode,
+    attention_prefill,
+    check_append,
+    check_attention,
+    check_conv,
+    check_embedding,
+    check_gdn,
+    check_rms_norm,
+    check_selection,
+    gdn_step,
+    make_cache,
+    make_gdn,
+    random_draws,
+)
+
+HEADS = [(3, 1), (24, 4)]  # query and K/V heads of both models
+GDN_HEADS = [(2, 6), (16, 48)]
+
+
+class OnDevice:
+    """Runs launches on copies of the arrays, between canaries, and brings the results back."""
+
+    def __init__(self, image, stream, memory):
+        self.image, self.stream, self.memory = image, stream, memory
+        self.early = int(starts_early(image.capability))
+
+    def __call__(self, item, grid, *arguments):
+        arrays = [a if isinstance(a, np.ndarray) else None for a in arguments]
+        placed = [a if a is None else self.memory.put(a) for a in arrays]
+        values = [v if p is None else p.address for v, p in zip(arguments, placed)]
+        self.image.launch(item, (grid,), self.stream, *values, dependent=bool(self.early))
+        self.stream.synchronize()
+        for array, place in zip(arrays, placed):
+            if array is not None:
+                array[...] = place.read()
+
+
+@pytest.fixture
+def run(image, stream, memory):
+    return OnDevice(image, stream, memory)
+
+
+@pytest.mark.parametrize("fmt", ["W8G32_F16S", "BF16"])
+@pytest.mark.parametrize("C", [32, 384, 5120])
+def test_embedding(run, fmt, C):
+    check_embedding(run, fmt, C)
+
+
+@pytest.mark.parametrize("C", [64, 384, 5120])
+@pytest.mark.parametrize("T", [1, 7, 8, 9, 64, 65, 128])
+def test_rms_norm(run, T, C):
+    check_rms_norm(run, T, C)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("tokens", [1, 64, 65, 255, 256, 257, 1000])
+def test_decode_attention_at_borders(run, heads, tokens):
+    cache = make_cache(tokens, heads, [(tokens, 1), (3, 1)])
+    check_append(run, cache)
+    group = 16 // (heads[0] // heads[1])
+    check_attention(cache, attention_decode(run, cache, tiles=SMALL, group=group, grid=264))
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_groups_and_grids_change_no_bit(run, heads, capability):
+    rows = [(1030, 1), (1025, 2), (1100, 1), (700, 1)]
+    cache = make_cache(7, heads, rows, shared=8)
+    check_append(run, cache)
+    tiles, M = large_tiles(capability), heads[0] // heads[1]
+    want = attention_decode(run, cache, tiles=SMALL, group=1, grid=1)
+    check_attention(cache, want)
+    for grid in (3, 132, 264):
+        got = attention_decode(run, cache, tiles=tiles, group=16 * tiles // M, grid=grid)
+        assert (got == want).all()
+
+
+def test_decode_attention_over_a_long_history(run):
+    cache = make_cache(8, (3, 1), [(16_001, 1)])
+    check_append(run, cache)
+    check_attention(cache, attention_decode(run, cache, tiles=SMALL, group=1, grid=132))
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize(("tokens", "n"), [(1, 1), (64, 64), (65, 65), (300, 200), (2049, 3)])
+def test_prefill_attention(run, heads, tokens, n, capability):
+    cache = make_cache(tokens, heads, [(tokens, n)])
+    check_append(run, cache)
+    check_attention(cache, attention_prefill(run, cache, form=form_of(capability)))
+
+
+def test_chunking_of_a_prompt_changes_no_bit(run, capability):
+    whole = make_cache(9, (3, 1), [(4200, 200)])
+    check_append(run, whole)
+    form = form_of(capability)
+    want = attention_prefill(run, whole, form=form)
+    for cut in (1, 64, 131):
+        parts = []
+        for span in (slice(0, cut), slice(cut, 200)):
+            fields = {n: getattr(whole, n)[span].copy() for n in ("row", "token", "qkgv")}
+            part = type(whole)(**{**vars(whole), **fields})
+            parts.append(attention_prefill(run, part, form=form))
+        assert (np.concatenate(parts) == want).all()
+
+
+@pytest.mark.parametrize("heads", GDN_HEADS, ids=str)
+def test_conv_and_gdn_step(run, heads):
+    lengths, slots = [1, 16, 3, 2], [(0, 0), (1, 5), (2, 2), (3, 4)]
+    it = make_gdn(10, heads, lengths, slots)
+    convolved, before = check_conv(run, it), it.state.copy()
+    check_gdn(it, convolved, before, gdn_step(run, it, convolved))
+
+
+def test_conv_over_pieces(run):
+    check_conv(run, make_gdn(11, (2, 6), [200, 1, 64, 65], [(0, 0), (1, 2), (3, 3), (4, 4)]))
+
+
+def test_a_row_alone_is_itself_in_company(run):
+    it = make_gdn(12, (2, 6), [4, 4, 4], [(0, 0), (1, 1), (2, 2)])
+    other = make_gdn(12, (2, 6), [4, 4, 4], [(0, 0), (1, 1), (2, 2)])
+    together = gdn_step(run, it, check_conv(run, it))
+    other.mix, other.ab = other.mix[4:8].copy(), other.ab[4:8].copy()
+    other.indptr = np.array([0, 4], np.int32)
+    other.state_in = other.state_out = np.array([1], np.int32)
+    alone = gdn_step(run, other, check_conv(run, other))
+    assert (alone == together[4:8]).all()
+    assert (other.state[1] == it.state[1]).all()
+
+
+@pytest.mark.parametrize(("V", "seeds"), [(37, 8), (4111, 8), (248_077, 3)])
+def test_choices_equal_those_of_the_cpu_image(run, V, seeds):
+    for seed in range(seeds):
+        logits, batch, counts = random_draws(seed, V, 8, masked=seed % 2 == 0)
+        if seed == 1:
+            logits[2, V // 2] = float("inf")
+        check_selection(run, logits, batch, counts, V)
