@@ -65,11 +65,14 @@ class SseStream:
         payload = b"".join(frames)
         if not payload:
             return
+        transport: Any = self._request.transport
         try:
-            async with asyncio.timeout(self._send_timeout_s):
+            if transport.get_write_buffer_size() == 0:  # no wait, and no timer for each token
                 await self._response.send(payload)
+            else:
+                async with asyncio.timeout(self._send_timeout_s):
+                    await self._response.send(payload)
         except TimeoutError:
-            transport: Any = self._request.transport
             transport.abort()
             raise asyncio.CancelledError("the reader stalled") from None
         self._last_sent = self._loop.time()
