@@ -51,23 +51,42 @@ class Epoch:
     borrowers: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Load:
+    """Requests that run together: their lanes, their pages, and which page ids they hold."""
+
+    lanes: int
+    pages: int
+    marks: NDArray[np.bool_]
+
+    def joined_by(self, claim: Claim) -> tuple[int, int]:
+        """(lanes, pages) with one request more."""
+        shared = int(np.count_nonzero(self.marks[claim.pages]))
+        return self.lanes + 1, self.pages + claim.reserve + len(claim.pages) - shared
+
+
 class Admission:
     """The policy over `num_lanes` lanes and `num_pages` pages, whose ids are below `page_ids`."""
 
     def __init__(self, num_lanes: int, num_pages: int, *, page_ids: int | None = None) -> None:
         self._num_lanes, self._num_pages = num_lanes, num_pages
-        self._marks = np.zeros(num_pages if page_ids is None else page_ids, np.bool_)
+        self._page_ids = num_pages if page_ids is None else page_ids
         self.epoch: Epoch | None = None
 
     def fits(self, claims: Sequence[Claim]) -> bool:
         """Whether these requests can run together; a page that several hold counts once."""
-        if len(claims) > self._num_lanes:
-            return False
-        self._marks.fill(False)
+        load = self._load(claims)
+        return self._enough(load.lanes, load.pages)
+
+    def _load(self, claims: Sequence[Claim]) -> Load:
+        marks = np.zeros(self._page_ids, np.bool_)
         for claim in claims:
-            self._marks[claim.pages] = True
+            marks[claim.pages] = True
         reserved = sum(claim.reserve for claim in claims)
-        return int(np.count_nonzero(self._marks)) + reserved <= self._num_pages
+        return Load(len(claims), int(np.count_nonzero(marks)) + reserved, marks)
+
+    def _enough(self, lanes: int, pages: int) -> bool:
+        return lanes <= self._num_lanes and pages <= self._num_pages
 
     def choose(self, waiting: Iterable[Claim], running: Sequence[Claim]) -> str | None:
         """The waiting request that enters now; its entry must follow. waiting: oldest first, read
@@ -107,10 +126,11 @@ class Admission:
             return None
         kept = [claim for claim in lasting if claim.key not in epoch.donors]
         distance = min(max(claim.work for claim in donors), epoch.credit)
+        now, later = self._load(running), self._load((*kept, head))
         for claim in queue:
-            if not self.fits((*running, claim)):
+            if not self._enough(*now.joined_by(claim)):
                 continue
-            if self.fits((*kept, head, claim)):
+            if self._enough(*later.joined_by(claim)):
                 return claim.key
             if claim.work <= distance:
                 epoch.credit -= claim.work
