@@ -60,13 +60,18 @@ def _histogram(shared, source, floor, ties, form, prefix, scale, weighted, threa
     """Numbers and weights per digit of the candidates that match `prefix`."""
     keys, S = source
     clear(shared, thread)
-    i = uint32(thread * uint32(4))
+    i, four = uint32(thread * uint32(4)), first_lane_u32(uint32(4))  # one copy of the weight
     while i < S:
         q = ld_global_u32x4(keys + int64(i) * 4)
-        for j in range(4):
-            if q[j] > floor:
-                weight = weight_of(q[j], scale[0], scale[1]) if weighted else int64(0)
-                _enter(shared, q[j], uint32(1), weight, form, prefix)
+        j = uint32(0)
+        while j < four:
+            low, high = (q[0], q[1]), (q[2], q[3])
+            pair = low if j < uint32(2) else high
+            key = pair[1] if j & uint32(1) else pair[0]
+            if key > floor:
+                weight = weight_of(key, scale[0], scale[1]) if weighted else int64(0)
+                _enter(shared, key, uint32(1), weight, form, prefix)
+            j = uint32(j + uint32(1))
         i = uint32(i + uint32(THREADS * 4))
     if thread == 0 and ties > uint32(0):
         weight = weight_of(floor, scale[0], scale[1]) * int64(ties) if weighted else int64(0)
