@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ginfer.models.contract import ModelContract, VisionSpec
-    from ginfer.spec import ModelSpec
+    from ginfer.spec import DrafterSpec, ModelSpec
 
 Shapes = dict[str, tuple[int, ...]]
 Arrays = dict[str, NDArray[np.float32]]
@@ -66,6 +66,38 @@ def text_shapes(spec: ModelSpec) -> Shapes:
             **(attention if kind == "full_attention" else gdn),
         }
         shapes |= {f"{prefix}layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def drafter_shapes(d: DrafterSpec) -> Shapes:
+    """Names and shapes of a DFlash2 checkpoint."""
+    C, D, codebook = d.hidden_size, d.head_dim, (d.vocab_size, d.selector_rank)
+    layer: Shapes = {
+        "input_layernorm.weight": (C,),
+        "post_attention_layernorm.weight": (C,),
+        "self_attn.q_proj.weight": (d.num_q_heads * D, C),
+        "self_attn.k_proj.weight": (d.num_kv_heads * D, C),
+        "self_attn.v_proj.weight": (d.num_kv_heads * D, C),
+        "self_attn.o_proj.weight": (C, d.num_q_heads * D),
+        "self_attn.q_norm.weight": (D,),
+        "self_attn.k_norm.weight": (D,),
+        "mlp.gate_proj.weight": (d.mlp_width, C),
+        "mlp.up_proj.weight": (d.mlp_width, C),
+        "mlp.down_proj.weight": (C, d.mlp_width),
+    }
+    for conv in ("attention_conv", "mlp_conv"):
+        layer[f"{conv}.base_kernel"] = (2, 2, C)
+        layer[f"{conv}.kernel_projection.weight"] = (4 * (C // d.conv_group), C)
+    shapes: Shapes = {
+        "fc.weight": (C, len(d.tapped_layers) * C),
+        "hidden_norm.weight": (C,),
+        "norm.weight": (C,),
+        "candidate_selector.predecessor_codebook": codebook,
+        "candidate_selector.successor_codebook": codebook,
+        "candidate_selector.hidden_projection.weight": (d.selector_rank, C),
+    }
+    for i in range(d.num_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 

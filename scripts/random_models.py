@@ -81,11 +81,19 @@ class RandomModel:
         """The text tensors as a `bf16` package has them."""
         arrays = {str(qwen.canonical_name(name)): a for name, a in self.arrays().items()}
         text = [r for r in qwen.recipes(self.contract) if r.target.name.startswith("text/")]
-        return [_packed(recipe, arrays) for recipe in text]
+        return [_packed(recipe, arrays, "bf16") for recipe in text]
 
 
-def _packed(recipe: Recipe, arrays: Arrays) -> PackedTensor:
-    fmt, layout = PROFILES["bf16"].storage(recipe.target.role)
+def packed_drafter(contract: ModelContract, arrays: Arrays, profile: str) -> list[PackedTensor]:
+    """The drafter's tensors as a package has them. arrays: under the names of its checkpoint."""
+    named = {f"dflash2.{name}": a for name, a in arrays.items()}
+    recipes = qwen.recipes(contract, drafter=True)
+    drafter = [r for r in recipes if r.target.name.startswith("dflash2/")]
+    return [_packed(recipe, named, profile) for recipe in drafter]
+
+
+def _packed(recipe: Recipe, arrays: Arrays, profile: str) -> PackedTensor:
+    fmt, layout = PROFILES[profile].storage(recipe.target.role)
     pieces = [arrays[p.source.name][p.start : p.stop] for p in recipe.pieces]
     rows = np.concatenate([piece.reshape(len(piece), -1) for piece in pieces])
     rows = np.ascontiguousarray(rows.T) if recipe.transpose else rows

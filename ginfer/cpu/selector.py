@@ -19,7 +19,8 @@ from numba.np.ufunc.parallel import get_thread_id
 
 from ginfer.batch import Purpose
 from ginfer.cpu.acceptance import ONE_Q
-from ginfer.cpu.product import bits_float, device, fma, keep_apart
+from ginfer.cpu.kv_codec import bf16_float
+from ginfer.cpu.product import device, fma, keep_apart
 from ginfer.cpu.sampling import best_few, uniform_bits
 from ginfer.cpu.scalar import ZERO, exp
 
@@ -52,11 +53,6 @@ class Anchors(NamedTuple):
     positions: np.ndarray
     temperature: np.ndarray
     seeds: np.ndarray
-
-
-@device
-def _bf16(bits):
-    return bits_float(np.uint32(bits) << np.uint32(16))
 
 
 @device
@@ -104,8 +100,8 @@ def _select_path(b, paths, logits, hidden, anchors, codebooks, V, scores):
         for c in range(ids.size):
             pair = ZERO
             for r in range(hidden.shape[1]):
-                before = _bf16(codebooks.predecessor[previous, r]) * hidden[row, r]
-                pair = fma(before, _bf16(codebooks.successor[ids[c], r]), pair)
+                before = bf16_float(codebooks.predecessor[previous, r]) * hidden[row, r]
+                pair = fma(before, bf16_float(codebooks.successor[ids[c], r]), pair)
             scores[c] = values[ids[c]] + pair
         if anchors.temperature[b] == ZERO:
             at = _best_score(units, scores, ids)

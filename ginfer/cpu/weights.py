@@ -49,10 +49,11 @@ class Model(NamedTuple):
     head: LinearWeight
 
 
-class _Table:
-    """Tensors by name; `faults` collects what is absent or misshapen."""
+class TensorTable:
+    """Tensors by name; `faults` collects what is absent or misshapen, for `check` to raise."""
 
     def __init__(self, tensors: dict[str, PackedTensor]) -> None:
+        """tensors: whatever the package has."""
         self._tensors = tensors
         self.faults: list[str] = []
 
@@ -84,8 +85,26 @@ class _Table:
             return np.zeros(shape, np.float32)
         return (values.reshape(shape) + np.float32(plus)).astype(np.float32)
 
+    def bits(self, name: str, N: int, K: int) -> NDArray[np.uint16]:
+        """The BF16 bits of a tensor of rows, [N, K]."""
+        tensor = self._take(name, (N, K))
+        if tensor.format is not BF16 or tensor.layout is not Layout.ROWS:
+            self.faults.append(f"{name} is {tensor.format.name} in {tensor.layout}, not BF16 rows")
+            return np.zeros((N, K), np.uint16)
+        rows: NDArray[np.uint16] = tensor.data.view("<u2").reshape(N, -1)[:, :K]
+        return rows
 
-def _gdn(table: _Table, path: str, spec: ModelSpec) -> dict[str, object]:
+    def check(self) -> None:
+        """Raise ArtifactError when anything was missing."""
+        if self.faults:
+            raise ArtifactError(
+                f"the package does not fit the model: {self.faults[0]}"
+                f" ({len(self.faults)} tensors in all)",
+                findings=self.faults,
+            )
+
+
+def _gdn(table: TensorTable, path: str, spec: ModelSpec) -> dict[str, object]:
     g, C = spec.gdn, spec.hidden_size
     HV = g.num_v_heads
     a_log = table.vector(f"{path}/gdn/a_log", HV).astype(np.float64)
@@ -102,7 +121,7 @@ def _gdn(table: _Table, path: str, spec: ModelSpec) -> dict[str, object]:
     }
 
 
-def _attention(table: _Table, path: str, spec: ModelSpec) -> dict[str, object]:
+def _attention(table: TensorTable, path: str, spec: ModelSpec) -> dict[str, object]:
     a, C = spec.attention, spec.hidden_size
     return {
         "inner": table.matrix(
@@ -114,7 +133,7 @@ def _attention(table: _Table, path: str, spec: ModelSpec) -> dict[str, object]:
     }
 
 
-def _layer(table: _Table, i: int, spec: ModelSpec) -> Layer:
+def _layer(table: TensorTable, i: int, spec: ModelSpec) -> Layer:
     path, C, wide = f"text/layers/{i}", spec.hidden_size, spec.mlp_width
     mixer = _gdn if spec.layers[i] is LayerKind.GATED_DELTANET else _attention
     return Layer(
@@ -136,17 +155,12 @@ def bind(
         named[tensor.name] = tensor
         taken += tensor.data.nbytes
         progress(taken)
-    table, C, V = _Table(named), spec.hidden_size, spec.vocab_size
+    table, C, V = TensorTable(named), spec.hidden_size, spec.vocab_size
     model = Model(
         embedding=table.matrix("text/token_embedding", V, C),
         layers=tuple(_layer(table, i, spec) for i in range(len(spec.layers))),
         final_norm=table.vector("text/final_norm", C, plus=1.0),
         head=table.matrix("text/output_head", V, C),
     )
-    if table.faults:
-        raise ArtifactError(
-            f"the package does not fit the model: {table.faults[0]}"
-            f" ({len(table.faults)} tensors in all)",
-            findings=table.faults,
-        )
+    table.check()
     return model

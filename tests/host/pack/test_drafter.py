@@ -15,6 +15,7 @@ from ginfer.models.qwen import QWEN_27B, QWEN_DEMO
 from ginfer.models.registry import CONTRACTS
 from scripts.make_fixture import (
     checkpoint_shapes,
+    drafter_shapes,
     random_arrays,
     write_checkpoint,
     write_safetensors,
@@ -51,37 +52,6 @@ SMALL = replace(
     ),
     profiles=("bf16", *(f"groupwise-int-dflash2-{name}" for name in ALLOCATIONS)),
 )
-
-
-def drafter_shapes(d):
-    C, D = d.hidden_size, d.head_dim
-    shapes = {
-        "fc.weight": (C, len(d.tapped_layers) * C),
-        "hidden_norm.weight": (C,),
-        "norm.weight": (C,),
-        "candidate_selector.predecessor_codebook": (d.vocab_size, d.selector_rank),
-        "candidate_selector.successor_codebook": (d.vocab_size, d.selector_rank),
-        "candidate_selector.hidden_projection.weight": (d.selector_rank, C),
-    }
-    layer = {
-        "input_layernorm.weight": (C,),
-        "post_attention_layernorm.weight": (C,),
-        "self_attn.q_proj.weight": (d.num_q_heads * D, C),
-        "self_attn.k_proj.weight": (d.num_kv_heads * D, C),
-        "self_attn.v_proj.weight": (d.num_kv_heads * D, C),
-        "self_attn.o_proj.weight": (C, d.num_q_heads * D),
-        "self_attn.q_norm.weight": (D,),
-        "self_attn.k_norm.weight": (D,),
-        "mlp.gate_proj.weight": (d.mlp_width, C),
-        "mlp.up_proj.weight": (d.mlp_width, C),
-        "mlp.down_proj.weight": (C, d.mlp_width),
-    }
-    for conv in ("attention_conv", "mlp_conv"):
-        layer[f"{conv}.base_kernel"] = (2, 2, C)
-        layer[f"{conv}.kernel_projection.weight"] = (4 * C // 16, C)
-    for i in range(d.num_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes
 
 
 @pytest.fixture(scope="module", autouse=True)
