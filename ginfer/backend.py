@@ -45,6 +45,7 @@ class MemoryPlan:
     pages of 64 tokens and snapshots of recurrent state lie in it. num_park_units: host memory for
     units that leave the arena. num_slots: recurrent slots.
     max_columns: largest T of a forward. max_pages_per_row: largest P.
+    max_recorded: largest T of a forward that records (speculation), 0 without.
     """
 
     num_rows: int
@@ -54,6 +55,7 @@ class MemoryPlan:
     max_columns: int
     max_pages_per_row: int
     num_park_units: int = 0
+    max_recorded: int = 0
 
 
 class Backend(Protocol):

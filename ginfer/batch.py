@@ -114,6 +114,8 @@ class ForwardBatch:
     state_in, state_out: [B] int32, recurrent slots read and written (may be equal).
     items: how decode attention shares reads between rows; None: every row reads its own.
     selection: None when no logits are wanted (a chunk that does not end its prompt).
+    record: a decode batch keeps its raw recurrent inputs, so that a fold can set slots state_out to
+    the state after fewer columns; state_in is then another slot and stays as it is.
     """
 
     phase: Phase
@@ -126,6 +128,7 @@ class ForwardBatch:
     state_out: I32
     items: WorkItems | None = None
     selection: SelectionBatch | None = None
+    record: bool = False
 
     @property
     def num_columns(self) -> int:

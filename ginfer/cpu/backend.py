@@ -110,6 +110,9 @@ class CpuBackend:
         self._buffers = {name: np.zeros(shape, np.float32) for name, shape in floats.items()}
         self._arena = arena = Arena(s, plan)
         self._buffers |= {"kv": arena.kv, "state": arena.state, "history": arena.history}
+        layers, R = len(s.layers_of(LayerKind.GATED_DELTANET)), plan.max_recorded
+        self._buffers["mixes"] = np.zeros((layers, R, g.conv_channels), np.float32)
+        self._buffers["gatings"] = np.zeros((layers, R, 2 * g.num_v_heads), np.float32)
         self._buffers["counts"] = np.zeros((plan.num_rows, s.num_token_ids), np.int32)
         self._sampling = sampling.make_scratch(self._threads, s.num_token_ids)
         self._compile(plan)
@@ -118,6 +121,8 @@ class CpuBackend:
         """Run each kernel once with the array types of serving; leave no trace."""
         for phase, T in ((Phase.PREFILL, 64), (Phase.PREFILL, 1), (Phase.DECODE, 1)):
             self._dummy_forward(phase, min(T, plan.max_columns))
+        if plan.max_recorded:
+            self._fold(np.ones(1, np.int32))
         for name, buffer in self._buffers.items():
             if name in ("state", "history"):
                 buffer[:, 0] = 0
@@ -236,6 +241,8 @@ class CpuBackend:
         mix, gates = self._view("inner", T, w.inner.N), self._view("gates", T, w.a_b.N)
         linear(mix, x, w.inner)
         linear(gates, x, w.a_b)
+        if batch.record:
+            b["mixes"][index, :T], b["gatings"][index, :T] = mix[:, : g.conv_channels], gates
         out = self._view("mixed", T, g.value_width)
         state, history = b["state"][index], b["history"][index]
         tail = (mix, gates, state, history, rows, w.gdn, self._shape, self._eps, b["scratch"])
@@ -244,6 +251,20 @@ class CpuBackend:
         else:
             gdn.gdn_decode(out, *tail)
         linear_add(hidden, out, w.output)
+
+    def _fold(self, columns: NDArray[np.int32]) -> None:
+        """Set the slots state_out of the last forward, which recorded, to the state after the first
+        columns[b] columns of row b, [B]: bit for bit that of decoding just these."""
+        assert self._model is not None
+        assert self._staged is not None
+        rows, b = self._staged.rows, self._buffers
+        T = int(rows.indptr[-1])
+        counts = np.array(columns, np.int32)
+        for i in self._spec.layers_of(LayerKind.GATED_DELTANET):
+            index, w = self._index[i], self._model.layers[i].gdn
+            inputs = (b["mixes"][index, :T], b["gatings"][index, :T])
+            memory = (b["state"][index], b["history"][index])
+            gdn.gdn_fold(*inputs, *memory, rows, counts, w, self._shape, b["scratch"])
 
     def mlp_block(self, hidden: F32, layer_idx: int, batch: ForwardBatch) -> None:
         """hidden += down(silu(gate(x)) * up(x)), x = norm(hidden)."""

@@ -1,9 +1,9 @@
 """Blocks of a DFlash2 drafter: dynamic convolution, context ring, attention of a masked block.
 
 conv(u)[t, c] = sum over taps 0, 1 of (base[side, tap, c] + coef[t, side, tap, c / group]) times
-u[t - tap, c]; nothing precedes a block. Every query of a block sees all of its block, and the context keys less
-than `window` before it. A ring holds the last `window` positions of a row: token p lies at
-p % window, BF16.
+u[t - tap, c]; nothing precedes a block. Every query of a block sees all of its block, and the
+context keys less than `window` before it. A ring holds the last `window` positions of a row: token
+p lies at p % window, BF16.
 
 Legend: T columns, B rows, S columns of a block, C hidden, H query heads, G K/V heads, D head width,
 W window. Oracle: tests.oracles.drafter.

@@ -153,6 +153,66 @@ def _step(S, o, q_k, v, decay, beta, K, V):
 
 
 @device
+def _load_state(b, kh, state, rows, shape):
+    """state_out = state_in for the value heads of key head kh."""
+    heads = shape.HV // shape.HK
+    for vh in range(kh * heads, (kh + 1) * heads):
+        if rows.state_in[b] != rows.state_out[b]:
+            _copy(state[rows.state_out[b], vh], state[rows.state_in[b], vh])
+
+
+@device
+def _load_keys(q_k, kh, mix, t0, t, old, w, shape):
+    """q_k [2 K] = query and key of head kh at column t."""
+    HK, _, K, _ = shape
+    for part in range(2):
+        x = q_k[part * K : (part + 1) * K]
+        _convolve(x, mix, t0, t, old, w.taps, (part * HK + kh) * K)
+        _unit(x, ONE if part else ONE / np.sqrt(np.float32(K)))
+
+
+@device
+def _keep_history(new, old, mix, t0, t1, kh, shape):
+    """Raw rows of key head kh and its value heads."""
+    HK, HV, K, V = shape
+    heads = HV // HK
+    for part in range(2):
+        _shift_history(new, old, mix, t0, t1, (part * HK + kh) * K, K)
+    _shift_history(new, old, mix, t0, t1, 2 * HK * K + kh * heads * V, heads * V)
+
+
+@device
+def _fold_item(b, kh, mix, ab, state, conv, rows, columns, w, shape, scratch):
+    """`_decode_item` of the first columns[b] columns, without outputs."""
+    HK, HV, K, V = shape
+    q_k, v, o = scratch[: 2 * K], scratch[2 * K : 2 * K + V], scratch[2 * K + V : 2 * K + 3 * V]
+    t0 = rows.indptr[b]
+    t1 = t0 + columns[b]
+    old, heads = conv[rows.state_in[b]], HV // HK
+    _load_state(b, kh, state, rows, shape)
+    for t in range(t0, t1):
+        _load_keys(q_k, kh, mix, t0, t, old, w, shape)
+        for vh in range(kh * heads, (kh + 1) * heads):
+            _convolve(v, mix, t0, t, old, w.taps, 2 * HK * K + vh * V)
+            g, beta = _gates(ab, t, vh, HV, w)
+            _step(state[rows.state_out[b], vh], o, q_k, v, _decay(g), beta, K, V)
+    _keep_history(conv[rows.state_out[b]], old, mix, t0, t1, kh, shape)
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def gdn_fold(mix, ab, state, conv, rows, columns, w, shape, scratch):
+    """State and history after the first columns[b] columns of each row, as `gdn_decode` leaves
+    them; parallel over (row, key head).
+
+    mix: [T, X], ab: [T, 2 HV], what `gdn_decode` was given. columns: [B] int32, 0 copies.
+    """
+    HK = shape.HK
+    for i in prange(rows.starts.size * HK):
+        mine, at = scratch[get_thread_id()], np.int64(i)
+        _fold_item(at // HK, at % HK, mix, ab, state, conv, rows, columns, w, shape, mine)
+
+
+@device
 def _decode_item(b, kh, out, mix, ab, state, conv, rows, w, shape, eps, scratch):
     """All columns of row b for key head kh and its value heads."""
     HK, HV, K, V = shape
@@ -160,23 +220,16 @@ def _decode_item(b, kh, out, mix, ab, state, conv, rows, w, shape, eps, scratch)
     t0, t1 = rows.indptr[b], rows.indptr[b + 1]
     old, new = conv[rows.state_in[b]], conv[rows.state_out[b]]
     heads, v0, z0 = HV // HK, 2 * HK * K, 2 * HK * K + HV * V
-    for vh in range(kh * heads, (kh + 1) * heads):
-        if rows.state_in[b] != rows.state_out[b]:
-            _copy(state[rows.state_out[b], vh], state[rows.state_in[b], vh])
+    _load_state(b, kh, state, rows, shape)
     for t in range(t0, t1):
-        for part in range(2):
-            x = q_k[part * K : (part + 1) * K]
-            _convolve(x, mix, t0, t, old, w.taps, (part * HK + kh) * K)
-            _unit(x, ONE if part else ONE / np.sqrt(np.float32(K)))
+        _load_keys(q_k, kh, mix, t0, t, old, w, shape)
         for vh in range(kh * heads, (kh + 1) * heads):
             _convolve(v, mix, t0, t, old, w.taps, v0 + vh * V)
             g, beta = _gates(ab, t, vh, HV, w)
             _step(state[rows.state_out[b], vh], o, q_k, v, _decay(g), beta, K, V)
             at, z = vh * V, z0 + vh * V
             gated_norm_row(out[t, at : at + V], o[:V], w.norm, mix[t, z : z + V], eps)
-    for part in range(2):
-        _shift_history(new, old, mix, t0, t1, (part * HK + kh) * K, K)
-    _shift_history(new, old, mix, t0, t1, v0 + kh * heads * V, heads * V)
+    _keep_history(new, old, mix, t0, t1, kh, shape)
 
 
 @njit(cache=True, nogil=True, parallel=True)
