@@ -207,6 +207,7 @@ def test_a_frozen_engine_is_killed_and_started_anew(watched: Server, folder: Pat
     assert answer["choices"][0]["message"]["content"] == ANSWERS["Hello!"]
 
 
+@pytest.mark.long
 def test_an_engine_that_freezes_while_idle_is_noticed(watched: Server) -> None:
     _wait_ready(watched)
     pid = watched.engine_pid
@@ -264,28 +265,27 @@ class Load:
         return True
 
 
-def test_sigterm_under_load_loses_no_accepted_request(tmp_path: Path) -> None:
+def test_kill_9_leaves_the_log_whole_and_sigterm_loses_no_accepted_request(tmp_path: Path) -> None:
     log = tmp_path / "log"
     engine = {"max_concurrency": 4, "max_pending": 16}
     with Server.launch(engine=engine, request_log=str(log)) as server:
+        load = Load(server, 4)
+        _wait_events(log, "request_done", 8)
+        server.kill()
+        load.join()
+    with Server.launch(engine=engine, request_log=str(log)) as server:
+        _wait_events(log, "server_start", 2)
+        num_done = len(_wait_events(log, "request_done", 8))
         load = Load(server, 10)
-        _wait_events(log, "request_done", 10)
+        _wait_events(log, "request_done", num_done + 10)
         assert server.stop() == 0
         load.join()
         server.check_log()
     assert not load.wrong
-    names = [e["event"] for e in _events(log)]
+    assert log.read_bytes().endswith(b"\n")
+    events = _events(log)
+    last = events[-1]["server_instance_id"]
+    assert {e["server_instance_id"] for e in events} - {last}
+    names = [e["event"] for e in events if e["server_instance_id"] == last]
     assert names.count("request_start") == names.count("request_done") >= 10
     assert "request_error" not in names
-
-
-def test_kill_9_of_a_loaded_server_leaves_the_log_whole(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    for life in (1, 2):
-        with Server.launch(request_log=str(log), request_log_max_mib=1) as server:
-            _wait_events(log, "server_start", life)
-            load = Load(server, 4)
-            _wait_events(log, "request_done", 8 * life)
-            server.kill()
-            load.join()
-    assert len({e["server_instance_id"] for e in _events(log)}) == 2
