@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.clients.agents import AGENTS, Space
-from tests.service.server import ROOT, Server
+from tests.service.launch import PACKAGE
+from tests.service.server import Server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PACKAGE = ROOT / "appliance/demo/qwen3.8-demo-groupwise-int.ginfer"
 FOLDER = os.environ.get("GINFER_CLIENTS_DIR")
 pytestmark = pytest.mark.clients
 
