@@ -26,7 +26,8 @@ from ginfer.cuda.lib.ptx import (
 )
 from ginfer.cuda.sampling.exact import weight_of
 
-THREADS = 1024
+THREADS = 512
+SHIFT = 9  # log2 of it
 DIGITS = 2048
 COUNTS = DIGITS * 8  # offsets in the shared block
 GROUPS = COUNTS + DIGITS * 4  # sums and counts of 32 groups of digits
@@ -180,7 +181,7 @@ def nth_id(shared, source, key, rank, thread):
     """
     keys, S = source
     warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
-    stretch = uint32(uint32((S + uint32(1023)) >> uint32(10)) << uint32(5))
+    stretch = uint32(uint32((S + uint32(THREADS - 1)) >> uint32(SHIFT)) << uint32(5))
     first = uint32(warp * stretch)
     stop = min(uint32(first + stretch), S)
     n, i = uint32(0), uint32(first + lane)
