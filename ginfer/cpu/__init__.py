@@ -15,7 +15,16 @@ from ginfer.env import cache_root
 
 # Modules whose functions kernels of other files inline. Numba notices edits of a kernel's own file
 # only, so the folder's name carries their digest.
-INLINED = ("product.py", "scalar.py", "simd.py", "kv_codec.py", "norm.py", "rope.py")
+INLINED = (
+    "product.py",
+    "scalar.py",
+    "simd.py",
+    "kv_codec.py",
+    "norm.py",
+    "rope.py",
+    "sampling.py",
+    "acceptance.py",
+)
 
 
 def kernel_cache_dir() -> Path:
