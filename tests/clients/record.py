@@ -58,6 +58,9 @@ REPLACED = (
     (r"\b20\d\d-\d\d-\d\d\b", "2026-01-01"),
     (r"\b\w{6,9}, \w+ \d+, 20\d\d", "Thursday, January 1, 2026"),
     (r"\b\w{3} \w{3} \d\d 20\d\d", "Thu Jan 01 2026"),
+    # what the demo model answers by a wide margin, so that every machine sees the same events
+    (r"Call mcp__fs__read_file with path = notes\.txt\.", "Show me the file notes.txt."),
+    (r"mcp__fs__read_file", "read_file"),
     (r"\bcc_version=[^;]*;", "cc_version=2.1.0.000;"),
 )
 
