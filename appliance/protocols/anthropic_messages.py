@@ -60,10 +60,11 @@ def parse_request(
     check_choice(choice, offered)
     history = _with_thinking(conversation, signer)
     messages, cleared = _clear_thinking(history, values.get("context_management"))
+    options = prompt_options(values, defaults)
     return MessagesRequest(
         model=model,
         messages=(*_system_message(texts), *messages),
-        options=prompt_options(values, defaults),
+        options=options,
         max_tokens=values.get("max_tokens", defaults.max_tokens),
         tools=offered.tools,
         tool_choice=choice.mode,
@@ -76,7 +77,7 @@ def parse_request(
         stop=values.get("stop_sequences", ()),
         thinking_budget=wish.budget,
         stream=values.get("stream", False),
-        accepted_without_effect=(*accepted, *_unheeded(values)),
+        accepted_without_effect=(*accepted, *_unheeded(values, options)),
         canonicalised=(NAME,) if stripped else (),
         cleared=cleared,
         hide_thinking=wish.hidden,
@@ -85,13 +86,11 @@ def parse_request(
 
 
 def prompt_options(values: dict[str, Any], defaults: ServerDefaults) -> PromptOptions:
-    """Thinking, effort and preservation over the server's defaults; an effort alone turns thinking
-    on. Raises RequestError conflicting_template_option."""
+    """Thinking, effort and preservation over the server's defaults; an effort alone does not turn
+    thinking on. Raises RequestError conflicting_template_option."""
     wish: ThinkingWish = values.get("thinking", ThinkingWish())
     effort = values.get("output_config", OutputConfig()).effort
-    thinking = wish.enabled
-    if thinking is None:
-        thinking = defaults.thinking or effort is not None
+    thinking = defaults.thinking if wish.enabled is None else wish.enabled
     preserve = values.get("preserve_thinking", defaults.preserve_thinking)
     if values.get("context_management") is not None:
         if not values.get("preserve_thinking", True):
@@ -111,7 +110,7 @@ def _system_message(texts: tuple[str, ...]) -> tuple[Message, ...]:
     return (Message(role="system", content=(ContentPart(kind="text", text="\n".join(texts)),)),)
 
 
-def _unheeded(values: dict[str, Any]) -> list[str]:
+def _unheeded(values: dict[str, Any], options: PromptOptions) -> list[str]:
     """What was accepted without effect inside of fields that are obeyed."""
     offered = values.get("tools", OfferedTools())
     found = [f"tools.{kind}" for kind in dict.fromkeys(offered.hosted.values())]
@@ -119,8 +118,7 @@ def _unheeded(values: dict[str, Any]) -> list[str]:
     marked = any(carrier is not None and carrier.cached for carrier in carriers)
     if marked and "cache_control" not in values:
         found.append("cache_control")
-    off = values.get("thinking", ThinkingWish()).enabled is False
-    if off and values.get("output_config", OutputConfig()).effort:
+    if not options.thinking and values.get("output_config", OutputConfig()).effort:
         found.append("output_config.effort")
     return found
 

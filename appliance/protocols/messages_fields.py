@@ -202,7 +202,7 @@ FIELDS: dict[str, Field] = {
     "output_config": Field(
         Verdict.OBEYED,
         _output_config,
-        "effort: low, medium, high, xhigh, max, as in Chat Completions; thinking disabled wins; "
+        "effort: low, medium, high, xhigh, max; it alone does not turn thinking on; "
         "format: `json_schema`, which the answer matches, unless it is calls; other members are "
         "refused: `output_config_option_not_supported`",
     ),

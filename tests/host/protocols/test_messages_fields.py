@@ -254,7 +254,14 @@ def test_silence_means_the_servers_defaults():
     request = parse(defaults=server)
     assert request.max_tokens == 9
     assert request.options == PromptOptions(thinking=False, preserve_thinking=False)
-    assert parse(defaults=server, output_config={"effort": "low"}).options.thinking
+    assert parse(defaults=server, thinking={"type": "adaptive"}).options.thinking
+
+
+def test_an_effort_alone_does_not_turn_thinking_on():
+    request = parse(defaults=ServerDefaults(thinking=False), output_config={"effort": "low"})
+    assert request.options == PromptOptions(thinking=False)
+    assert request.accepted_without_effect == ("output_config.effort",)
+    assert parse(output_config={"effort": "low"}).options == PromptOptions(effort="low")
 
 
 def test_thinking_disabled_wins_over_effort_and_says_so():
