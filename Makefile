@@ -43,7 +43,8 @@ serve: $(VENV)/.run  ## Start the server: make serve PACKAGE=file.ginfer ARGS='-
 	@$(BIN)/ginfer-serve $(PACKAGE) $(ARGS)
 
 test: $(VENV)/.test  ## All tests that need no GPU: what CI runs
-	$(PY) -m pytest -m 'not gpu and not multi_gpu and not long and not oracle'
+	$(PY) -m pytest -m 'not gpu and not multi_gpu and not long and not oracle' \
+		-o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true  # a hang ends with every stack
 
 test-long: $(VENV)/.oracle  ## Full counts and the live oracles, no GPU
 	$(PY) -m pytest -m 'not gpu and not multi_gpu' --durations 20

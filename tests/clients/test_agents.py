@@ -24,6 +24,8 @@ pytestmark = pytest.mark.clients
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server as a user starts it."""
+    if not FOLDER:
+        pytest.skip("GINFER_CLIENTS_DIR is not set; see make test-clients")
     state = tmp_path_factory.mktemp("state")
     options = ("--port", "0", "--greedy", "--state-dir", str(state))
     with Server("-m", "appliance.cli", "serve", str(PACKAGE), *options) as server:
@@ -34,8 +36,6 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def space(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Space]:
     """Folders; that of the work has a short name, because the demo model copies it."""
-    if not FOLDER:
-        pytest.skip("GINFER_CLIENTS_DIR is not set; see make test-clients")
     work = Path(tempfile.gettempdir()) / "agents" / request.node.callspec.id
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

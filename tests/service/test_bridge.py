@@ -283,7 +283,7 @@ def test_a_start_tells_where_it_stands() -> None:
         ours.settimeout(280)
         ours.sendall(HELLO_FRAME)
         decoder, frames = FrameDecoder(), list[Frame]()
-        while not frames or frames[-1].type is not FrameType.READY:
+        while all(frame.type is not FrameType.READY for frame in frames):
             frames += decoder.feed(ours.recv(65536))
     assert process.wait(10) == 0
     lines = [f.header["text"] for f in frames if f.type is FrameType.PROGRESS]
