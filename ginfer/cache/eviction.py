@@ -5,6 +5,9 @@ it on its path), per byte that its loss would free. The worth halves while HALF_
 admitted that do not use it. A snapshot that one conversation has gone past is unlikely to be
 needed again, until a second request starts there or when it ends a system prompt. Snapshots inside
 long prompts go before all others. K/V without a snapshot is never kept.
+
+A new snapshot is kept if it is worth more than the one that makes room, or if that one has lain
+idle: a conversation that runs now goes before a longer one that nobody has come back to.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     Worth = tuple[bool, float]
 
 HALF_LIFE = 64  # admitted requests
+IDLE_TURNS = 4  # admitted requests per lane after which an unused snapshot is idle
 PASSED_BITS = 3.0  # log2 of the discount for what a conversation has gone past
 
 

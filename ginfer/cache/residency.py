@@ -10,9 +10,10 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ginfer.cache.arena import Arena
-from ginfer.cache.eviction import Victims, worth
+from ginfer.cache.eviction import IDLE_TURNS, Victims, worth
 from ginfer.cache.prefix_tree import PrefixTree
 from ginfer.cache.segment import PAGE_KEY_NBYTES, TOKEN_NBYTES, MadeBy, path
+from ginfer.cache.snapshot import SnapshotKind
 from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Residency:
         node = snapshot.node
         node.snapshots[snapshot.rest] = snapshot
         node.num_resident += 1
-        if not self._make_room(worth(snapshot, self._geometry)):
+        fresh = snapshot.kind is not SnapshotKind.INTERVAL
+        idle_since = snapshot.used - IDLE_TURNS * self._geometry.num_slots if fresh else -1
+        if not self._make_room(worth(snapshot, self._geometry), idle_since=idle_since):
             self._detach(snapshot)
             return False
         snapshot.units = self.arena.allocate_units(self._geometry.state_units)
@@ -135,14 +138,17 @@ class Residency:
             self._evict(*cheapest)
         return True
 
-    def _make_room(self, limit: Worth, num_pages: int = 0) -> bool:
-        """Evict what is worth less than `limit`, or can be parked at no loss, until a state and
-        `num_pages` pages fit."""
+    def _make_room(self, limit: Worth, num_pages: int = 0, *, idle_since: int = -1) -> bool:
+        """Evict what is worth less than `limit`, was not used after `idle_since`, or can be parked
+        at no loss, until a state and `num_pages` pages fit."""
         while not self.arena.fits(self._geometry.state_units, num_pages):
             cheapest = self.resident.cheapest()
-            if cheapest is None or (cheapest[0] >= limit and not self._parks_freely(cheapest[1])):
+            if cheapest is None:
                 return False
-            self._evict(*cheapest)
+            value, victim = cheapest
+            if value >= limit and victim.used > idle_since and not self._parks_freely(victim):
+                return False
+            self._evict(value, victim)
         return True
 
     def _evict(self, value: Worth, snapshot: Snapshot) -> None:
