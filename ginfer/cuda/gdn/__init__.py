@@ -1,1 +1,1 @@
-"""Gated DeltaNet: convolution, recurrent step (decode family), chunks (prefill family)."""
+"""Gated DeltaNet: causal convolution, and the recurrent step that both families use as yet."""

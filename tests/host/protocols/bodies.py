@@ -1,5 +1,7 @@
 """Wire bodies and engine events that the protocol tests share."""
 
+from pathlib import Path
+
 import orjson
 
 from appliance.protocols.chat_response import Identity
@@ -73,3 +75,11 @@ def finished(reason=FinishReason.STOP_TOKEN, **usage):
         "reasoning_tokens": 2,
     }
     return Finished(request_id="r", reason=reason, usage=Usage(**counts | usage), timings=Timings())
+
+
+def documented(heading):
+    """Fields that a section of docs/api.md lists: name to (verdict, note)."""
+    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
+    section = page.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return {cells[0].strip("| `"): (cells[1], cells[2].removesuffix(" |")) for cells in rows}

@@ -1,7 +1,6 @@
 """Every request field of Chat Completions is obeyed, refused by name, or reported as advisory."""
 
 import typing
-from pathlib import Path
 
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming
@@ -16,7 +15,7 @@ from ginfer.errors import OverloadedError, RequestError, UnsupportedError
 from ginfer.frontend.base import SamplingDefaults
 from ginfer.frontend.grammar import ANY_OBJECT
 from ginfer.prompt import PreparedPrompt, PromptOptions
-from tests.host.protocols.bodies import CALL, DEFAULTS, WEATHER, body, nested, parse
+from tests.host.protocols.bodies import CALL, DEFAULTS, WEATHER, body, documented, nested, parse
 
 
 def schema_of(member):
@@ -339,10 +338,7 @@ def test_every_field_is_exercised_here():
 
 
 def test_docs_list_the_fields_with_their_verdicts():
-    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
-    section = page.split("\n## Chat Completions: request\n")[1].split("\n## ")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    listed = {cells[0].strip("| `"): (cells[1], cells[2].removesuffix(" |")) for cells in rows}
+    listed = documented("Chat Completions: request")
     assert listed == {name: (f.verdict.value, f.note) for name, f in FIELDS.items()}
 
 

@@ -20,21 +20,26 @@ WORDS = [
     *("parameters", "reasoning", "include_usage", "enable_thinking", "{}", "call_1", "demo"),
 ]
 NUMBERS = [0, 1, -1, 2, 2**31, 2**63, 2**64 - 1, -(2**63), 0.5, 1e300, -0.0]
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.sampled_from(NUMBERS)
-    | st.sampled_from(WORDS)
-    | st.text(max_size=5)
-)
-values = st.recursive(
-    leaves,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=3), inner, max_size=5)
-    ),
-    max_leaves=12,
-)
+
+
+def wire_values(words):
+    """JSON values made of the protocol's own words, edge numbers and noise."""
+    leaves = (
+        st.none()
+        | st.booleans()
+        | st.sampled_from(NUMBERS)
+        | st.sampled_from(words)
+        | st.text(max_size=5)
+    )
+    names = st.sampled_from(words) | st.text(max_size=3)
+    return st.recursive(
+        leaves,
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=5),
+        max_leaves=12,
+    )
+
+
+values = wire_values(WORDS)
 VALID = body(
     tools=[WEATHER],
     messages=[

@@ -1,7 +1,6 @@
 """Every request field of Messages is obeyed, refused by name, or reported as advisory."""
 
 import typing
-from pathlib import Path
 
 import pytest
 from anthropic.types.beta.message_create_params import (
@@ -17,7 +16,7 @@ from ginfer.engine.request import StopString
 from ginfer.errors import OverloadedError, RequestError, UnavailableError, UnsupportedError
 from ginfer.frontend.base import SamplingDefaults
 from ginfer.prompt import PreparedPrompt, PromptOptions
-from tests.host.protocols.bodies import nested
+from tests.host.protocols.bodies import documented, nested
 from tests.host.protocols.message_bodies import (
     CACHE,
     DEFAULTS,
@@ -330,10 +329,7 @@ def test_every_field_is_exercised_here():
 
 
 def test_docs_list_the_fields_with_their_verdicts():
-    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
-    section = page.split("\n## Anthropic Messages: request\n")[1].split("\n## ")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    listed = {cells[0].strip("| `"): (cells[1], cells[2].removesuffix(" |")) for cells in rows}
+    listed = documented("Anthropic Messages: request")
     assert listed == {name: (f.verdict.value, f.note) for name, f in FIELDS.items()}
 
 

@@ -23,7 +23,7 @@ from tests.host.protocols.message_bodies import (
     text,
     use,
 )
-from tests.host.protocols.test_chat_fuzz import NUMBERS, places, replaced
+from tests.host.protocols.test_chat_fuzz import places, replaced, wire_values
 
 PRESET = SamplingDefaults(temperature=1.0, top_p=0.95, top_k=20)
 WORDS = [
@@ -32,21 +32,7 @@ WORDS = [
     *("input_schema", "custom", "edits", "keep", "effort", "display", "omitted", "toolu_1"),
     *("ephemeral", "is_error", "", "clear_thinking_20251015", SIGNER.seal("x"), SIGNER.sign("x")),
 ]
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.sampled_from(NUMBERS)
-    | st.sampled_from(WORDS)
-    | st.text(max_size=5)
-)
-wire = st.recursive(
-    leaves,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=3), inner, max_size=5)
-    ),
-    max_leaves=12,
-)
+wire = wire_values(WORDS)
 VALID = body(
     max_tokens=9,
     system=[text("s", cache_control=CACHE)],

@@ -1,7 +1,6 @@
 """Every request field of Responses is obeyed, refused by name, or reported as advisory."""
 
 import typing
-from pathlib import Path
 
 import pytest
 from openai.types.responses import Response
@@ -14,7 +13,7 @@ from ginfer.errors import RequestError, UnsupportedError
 from ginfer.frontend.base import SamplingDefaults
 from ginfer.prompt import PreparedPrompt, PromptOptions
 from tests.frontends import demo_frontend
-from tests.host.protocols.bodies import delta
+from tests.host.protocols.bodies import delta, documented
 from tests.host.protocols.response_bodies import (
     CALL,
     DEFAULTS,
@@ -405,8 +404,5 @@ def test_the_body_must_be_an_object():
 
 
 def test_docs_list_the_fields_with_their_verdicts():
-    page = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
-    section = page.split("\n## Responses: request\n")[1].split("\n## ")[0]
-    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    listed = {cells[0].strip("| `"): (cells[1], cells[2].removesuffix(" |")) for cells in rows}
+    listed = documented("Responses: request")
     assert listed == {name: (f.verdict.value, f.note) for name, f in FIELDS.items()}

@@ -24,7 +24,7 @@ from tests.host.protocols.response_bodies import (
     checked,
     memory,
 )
-from tests.host.protocols.test_chat_fuzz import NUMBERS, places, replaced
+from tests.host.protocols.test_chat_fuzz import places, replaced, wire_values
 
 WORDS = [
     *("role", "content", "type", "text", "function", "name", "arguments", "id", "call_id"),
@@ -32,21 +32,7 @@ WORDS = [
     *("parameters", "reasoning", "message", "input_text", "item_reference", "custom", "namespace"),
     *("function_call", "web_search", "allowed_tools", "mode", "{}", "call_1", "demo", "format"),
 ]
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.sampled_from(NUMBERS)
-    | st.sampled_from(WORDS)
-    | st.text(max_size=5)
-)
-values = st.recursive(
-    leaves,
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=3), inner, max_size=5)
-    ),
-    max_leaves=12,
-)
+values = wire_values(WORDS)
 VALID = body(
     instructions="i",
     input=[
