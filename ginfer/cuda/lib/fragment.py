@@ -33,8 +33,9 @@ def column_tiles(T: int) -> int:
 
 
 def tiles_of(T: int) -> tuple[int, int]:
-    """NT of the first 64 of T tokens, and of those behind them: scalars of the kernels."""
-    return column_tiles(min(T, GROUP)), column_tiles(max(T - GROUP, 1))
+    """NT of the first 64 of T tokens, and of those behind them: scalars of the kernels, which use
+    them for at most 128 tokens."""
+    return column_tiles(min(T, GROUP)), column_tiles(min(max(T - GROUP, 1), GROUP))
 
 
 def pair_store(fragments: int) -> Any:
