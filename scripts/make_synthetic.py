@@ -4,8 +4,8 @@
 
 A few thousand random tiles per matrix shape are encoded once and strewn over every matrix of that
 shape, so that the disk is the limit. Scales are plausible: matrices keep the scale of their input,
-embeddings have deviation 1. The tokenizer files come from another package, `--resources`; the text
-that such a model speaks means nothing.
+embeddings have deviation 1. The tokenizer files come from another package, `--resources`, stretched
+to the ids of the model; the text that it speaks means nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ginfer.formats import FP32, TILE_K, TILE_N, TILE_NBYTES, Layout, row_nbytes
 from ginfer.models.contract import PROFILES, Role
 from ginfer.models.registry import contract_for
 from scripts.pack import codecs
+from scripts.synthetic_tokenizer import stretch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -162,6 +163,8 @@ def main() -> int:
         source = Package.open(options.resources)
         resources = {name: bytes(source.resource(name)) for name in source.resources}
         source.close()
+        contract = contract_for(options.model, options.weights)
+        resources = stretch(resources, contract)
         write(options.out, options.model, options.weights, resources)
         written = time.monotonic()
         package = Package.open(options.out)
