@@ -21,10 +21,9 @@ from ginfer.cuda.embedding import embedding
 from ginfer.cuda.frame import most_partials
 from ginfer.cuda.gdn.conv import Channels, conv
 from ginfer.cuda.gdn.step import GdnInputs, GdnLayer, gdn_step
-from ginfer.cuda.linear.decode import Epilogue
 from ginfer.cuda.linear.decode_launch import DecodeLinear, DecodeScratch, linear_decode
 from ginfer.cuda.linear.decode_launch import scratch_nbytes as linear_scratch_nbytes
-from ginfer.cuda.linear.prefill import Epilogue as PrefillEpilogue
+from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.prefill_launch import (
     LinearPrefillPlan,
     PrefillLinear,
@@ -192,7 +191,7 @@ class Blocks:
             fmt=matrix.fmt,
             N=matrix.N,
             K=matrix.K,
-            epilogue=PrefillEpilogue(epilogue),
+            epilogue=epilogue,
             num_sms=self._sms,
         )
         tokens = PrefillTokens(x=x.address, T=T, maps=x.maps)

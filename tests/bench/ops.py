@@ -24,6 +24,7 @@ from ginfer.cuda.linear.decode_launch import (
     scratch_nbytes,
 )
 from ginfer.cuda.linear.prefill_launch import (
+    LinearPrefillPlan,
     PrefillLinear,
     PrefillTokens,
     linear_prefill,
@@ -117,11 +118,13 @@ class Bench:
         )
         tokens = PrefillTokens(x=x.data_ptr(), T=T, maps=dict(zip(views, placed, strict=True)))
         sms = self.device.info.num_sms
+        shape = PrefillLinear(w=0, fmt=FMT, N=N, K=K).shape(T)
+        plan = self.image.plans.find("linear_prefill", LinearPrefillPlan, shape)
 
         def launch(payload: torch.Tensor) -> Callable[[], None]:
             linear = PrefillLinear(w=payload.data_ptr(), fmt=FMT, N=N, K=K, num_sms=sms)
             return lambda: linear_prefill(
-                self.image, self.stream, y.data_ptr(), tokens=tokens, linear=linear
+                self.image, self.stream, y.data_ptr(), tokens=tokens, linear=linear, plan=plan
             )
 
         return self.time([launch(p) for p in payloads[:4]])

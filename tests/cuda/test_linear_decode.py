@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from ginfer.cuda.linear.decode import Epilogue, linear_decode_kernel, x_offset
+from ginfer.cuda.linear.decode import linear_decode_kernel, x_offset
 from ginfer.cuda.linear.decode_launch import (
     DecodeLinear,
     DecodeScratch,
@@ -17,6 +17,7 @@ from ginfer.cuda.linear.decode_launch import (
     linear_decode,
     scratch_nbytes,
 )
+from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.variants import EPILOGUES, LinearDecodePlan
 from ginfer.cuda.runtime.graph import Graph
 from ginfer.formats import FORMATS, TILE_NBYTES, Layout, payload_nbytes

@@ -6,7 +6,7 @@ Tokens, plans, grids and replay are equal bit for bit; the mma.sync variant runs
 import numpy as np
 import pytest
 
-from ginfer.cuda.linear.prefill import Epilogue
+from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.prefill_launch import (
     MMA,
     LinearPrefillPlan,
@@ -118,7 +118,7 @@ def case(memory, image, stream):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_oracle_at_every_epilogue_and_border_of_tiles(case, fmt, shape):
     it = case(fmt, shape)
-    for epilogue in map(Epilogue, EPILOGUES[fmt]):
+    for epilogue in EPILOGUES[fmt]:
         if epilogue == Epilogue.SILU_UP and it.N % 32:
             continue  # gate and up alternate in tiles of 16 rows
         bound = SILU_UP_BF16 if epilogue == Epilogue.SILU_UP else LINEAR_BF16
@@ -130,7 +130,7 @@ def test_oracle_at_every_epilogue_and_border_of_tiles(case, fmt, shape):
 @pytest.mark.parametrize("fmt", EPILOGUES)
 def test_a_token_is_itself_in_any_company_and_plan_bit_for_bit(case, fmt):
     it = case(fmt, (1024, 2048))
-    epilogue = Epilogue(EPILOGUES[fmt][0])
+    epilogue = EPILOGUES[fmt][0]
     want = it.run(ROWS, epilogue, it.plans()[0]).view(np.uint32)
     for plan in it.plans():
         for T in (1, 7, 33, 300, ROWS):

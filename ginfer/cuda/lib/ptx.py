@@ -146,20 +146,12 @@ bulk_copy_to_shared = ptx_op(
     "",
     "rlrr",
 )
-bulk_stream_to_shared = ptx_op(  # read once: first out of L2
-    "{ .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
-    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-    "[$0], [$1], $2, [$3], p; }",
-    "",
-    "rlrr",
-)
 tensor_copy_2d_to_shared = ptx_op(  # (shared, tensor map, column, row, barrier)
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
     "[$0], [$1, {$2, $3}], [$4];",
     "",
     "rlrrr",
 )
-bulk_prefetch = ptx_op("cp.async.bulk.prefetch.L2.global [$0], $1;", "", "lr")
 
 # Asynchronous copies of sm_80 and later: 16 bytes a thread, groups counted per thread.
 cp_async_16 = ptx_op("cp.async.cg.shared.global [$0], [$1], 16;", "", "rl")
@@ -178,7 +170,6 @@ let_next_kernel_start = ptx_op("griddepcontrol.launch_dependents;")
 
 # Device- and system-scope flags.
 atomic_inc_u32 = ptx_op("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "lr")  # wraps to 0
-st_release_u32 = ptx_op("st.release.gpu.global.u32 [$0], $1;", "", "lr")
 ld_acquire_u32 = ptx_op("ld.acquire.gpu.global.u32 $0, [$1];", "r", "l")
 st_release_system_u32 = ptx_op("st.release.sys.global.u32 [$0], $1;", "", "lr")
 ld_acquire_system_u32 = ptx_op("ld.acquire.sys.global.u32 $0, [$1];", "r", "l")

@@ -19,8 +19,6 @@ of K and of tokens is zero in that buffer. `x_offset` gives the place of an elem
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.lib.ptx import (
@@ -52,21 +50,13 @@ from ginfer.cuda.lib.ptx import (
     st_shared_u32,
     wait_for_previous_kernel,
 )
+from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 
 X_TILE = 1024  # bytes of 8 tokens x 64 columns
 SLICE_TILES = 4  # slices of K begin at multiples of 256 columns
 ALIGNMENT = 128
-
-
-class Epilogue(IntEnum):
-    """What happens to the sums."""
-
-    STORE_BF16 = 0  # y [T, N] BF16
-    STORE_F32 = 1  # y [T, N] FP32
-    ADD_BF16 = 2  # y [T, N] BF16 += sums
-    SILU_UP = 3  # y in fragment order of the next linear: silu(gate) * up
 
 
 def x_offset(t, k, num_col_tiles):

@@ -14,7 +14,6 @@ tile and grid: a token has the same bits in any company. BF16 results leave thro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 from numba import cuda, float32, int64, uint32
@@ -53,19 +52,11 @@ from ginfer.cuda.lib.wgmma import (
     wgmma_fence,
     wgmma_wait,
 )
+from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 
 WAVE_TOKENS = 2048  # tokens that share a pass over the weights
-
-
-class Epilogue(IntEnum):
-    """What happens to the sums."""
-
-    STORE_BF16 = 0  # y [T, N] BF16
-    STORE_F32 = 1  # y [T, N] FP32
-    ADD_BF16 = 2  # y [T, N] BF16 += sums rounded to BF16
-    SILU_UP = 3  # y [T, N / 2] BF16 = silu(gate) * up; 16-row tiles of W alternate gate and up
 
 
 @cuda.jit(device=True, inline="always")

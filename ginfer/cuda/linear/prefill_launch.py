@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ginfer.cuda.lib.wgmma import WIDTHS
-from ginfer.cuda.linear.prefill import Epilogue, linear_prefill_kernel, shared_nbytes
+from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.prefill import linear_prefill_kernel, shared_nbytes
 from ginfer.cuda.linear.prefill_mma import linear_prefill_mma_kernel
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.linear.variants import EPILOGUES
@@ -103,7 +104,7 @@ def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
         for plan in wgmma_plans if capability == "90a" else (MMA,):
             if plan.supports(capability, (128, 64, 1, tile_nbytes)):
                 for epilogue in epilogues:
-                    yield prefill_kernel(fmt, plan, Epilogue(epilogue), capability)
+                    yield prefill_kernel(fmt, plan, epilogue, capability)
 
 
 def prefill_kernel(

@@ -32,7 +32,8 @@ from ginfer.cuda.lib.ptx import (
     st_shared_u16,
     u16_low,
 )
-from ginfer.cuda.linear.prefill import Epilogue, operand_loader, row_writer
+from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.prefill import operand_loader, row_writer
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ginfer.cuda.linear.decode import Epilogue, linear_decode_kernel
+from ginfer.cuda.linear.decode import linear_decode_kernel
+from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.plan import LaunchPlan, Shape
 
