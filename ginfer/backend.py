@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ginfer.batch import ForwardBatch, Selection
+    from ginfer.batch import ForwardBatch, PendingSelection
     from ginfer.formats import Layout, StorageFormat
 
 Hidden = Any
@@ -43,7 +43,7 @@ class MemoryPlan:
 
     num_rows: lanes that can decode together. num_units: units of the arena, `unit_nbytes` each; K/V
     pages of 64 tokens and snapshots of recurrent state lie in it. num_park_units: host memory for
-    units that leave the arena. num_slots: recurrent slots.
+    units that leave the arena. num_slots: recurrent slots, two per lane where rounds run ahead.
     max_columns: largest T of a forward. max_pages_per_row: largest P.
     max_recorded: largest T of a forward that records (speculation), 0 without.
     """
@@ -60,9 +60,14 @@ class MemoryPlan:
 
 class Backend(Protocol):
     """Block-level operations of one rank. Not thread-safe: one thread calls it. All methods return
-    when the work is done or ordered; only `select` gives values to the host."""
+    when the work is done or ordered; only what `select` returns gives values to the host.
+
+    runs_ahead: work is ordered and done later, so that the next round is worth ordering before the
+    values of this one are known.
+    """
 
     name: str
+    runs_ahead: bool
 
     def load(self, tensors: Iterable[PackedTensor], progress: Callable[[int], None]) -> None:
         """Take the weights; `progress` receives the bytes taken so far. Payloads are used as they
@@ -86,9 +91,10 @@ class Backend(Protocol):
     def mlp_block(self, hidden: Hidden, layer_idx: int, batch: ForwardBatch) -> None:
         """hidden += mlp(norm(hidden))."""
 
-    def select(self, hidden: Hidden, batch: ForwardBatch) -> Selection:
-        """Final norm, head and exact selection for `batch.selection`; adds the chosen tokens to
-        their rows' counts."""
+    def select(self, hidden: Hidden, batch: ForwardBatch) -> PendingSelection:
+        """Final norm, head and exact selection for `batch.selection`, whose `forced` and `mask` may
+        differ from those that `embed` saw; adds the chosen tokens to their rows' counts and keeps
+        them as what their lanes drew last."""
 
     def reset_rows(self, rows: Sequence[int]) -> None:
         """Zero the token counts of lanes that start a new request."""

@@ -107,7 +107,8 @@ class WorkItems:
 class ForwardBatch:
     """One forward over B rows. Row b owns columns row_indptr[b] .. row_indptr[b + 1].
 
-    token_ids: [T] int32. positions: [3, T] int32, rotary positions of the axes T, H, W.
+    token_ids: [T] int32; ~l, a negative number, is the token that lane l drew last, which the
+    backend knows. positions: [3, T] int32, rotary positions of the axes T, H, W.
     row_indptr: [B + 1] int32. starts: [B] int32, tokens of the row that are already in K/V and
     state; column i of row b is token number starts[b] + i. page_table: [B, P] int32, page ids;
     page j of a row holds its tokens 64 j .. 64 j + 63.
@@ -224,3 +225,14 @@ class Selection:
     top_ids: I32
     top_logprobs: F32
     finite: NDArray[np.bool_]
+
+    def read(self) -> Selection:
+        """A selection that is complete is its own promise."""
+        return self
+
+
+class PendingSelection(Protocol):
+    """A selection that is ordered; its values may still be on their way."""
+
+    def read(self) -> Selection:
+        """Wait for the values. A backend keeps those of its last two selections."""

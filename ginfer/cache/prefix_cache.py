@@ -41,12 +41,12 @@ class Hit:
 class Sequence:
     """The memory of one running request.
 
-    slot: its recurrent slot. num_pages: its entitlement. pages: pages of its tokens so far, page j
-    holds tokens 64 j .. 64 j + 63; `commit` may exchange pages for equal shared ones, so read it
-    anew after each call. cached_tokens: tokens at the front that were found computed, by `path`
-    (see Hit); the slot holds the state after them. points: where prefill chunks must end, for a
-    snapshot is taken there. node: deepest shared segment. data, seams: see
-    Segment.
+    slot: its recurrent slot. state_slot: where its state lies, that slot or one that goes with it.
+    num_pages: its entitlement. pages: pages of its tokens so far, page j holds tokens
+    64 j .. 64 j + 63; `commit` may exchange pages for equal shared ones, so read it anew after each
+    call. cached_tokens: tokens at the front that were found computed, by `path` (see Hit); the slot
+    holds the state after them. points: where prefill chunks must end, for a snapshot is taken
+    there. node: deepest shared segment. data, seams: see Segment.
     """
 
     slot: int
@@ -60,6 +60,10 @@ class Sequence:
     node: Segment
     data: bytes = field(repr=False)
     seams: list[Seam] = field(default_factory=list)
+    state_slot: int = -1
+
+    def __post_init__(self) -> None:
+        self.state_slot = self.slot
 
     @property
     def made_by(self) -> MadeBy:
@@ -358,7 +362,7 @@ class PrefixCache:
             seams=tuple(s for s in sequence.seams if s.position >= node.end),
             used=self._tick,
         )
-        if self._memory.keep(snapshot, sequence.slot) and rest:
+        if self._memory.keep(snapshot, sequence.state_slot) and rest:
             sequence.pages.pop()
 
     def _disown(self, sequence: Sequence) -> None:

@@ -50,6 +50,7 @@ class CpuBackend:
     """One model on this machine's cores."""
 
     name = "cpu"
+    runs_ahead = False
 
     def __init__(self, spec: ModelSpec, *, threads: int | None = None) -> None:
         self._spec, self._threads = spec, thread_count(threads)
@@ -114,6 +115,7 @@ class CpuBackend:
         self._buffers["mixes"] = np.zeros((layers, R, g.conv_channels), np.float32)
         self._buffers["gatings"] = np.zeros((layers, R, 2 * g.num_v_heads), np.float32)
         self._buffers["counts"] = np.zeros((plan.num_rows, s.num_token_ids), np.int32)
+        self._buffers["tokens"] = np.zeros(plan.num_rows, np.int32)
         self._sampling = sampling.make_scratch(self._threads, s.num_token_ids)
         self._compile(plan)
 
@@ -189,7 +191,9 @@ class CpuBackend:
         cos, sin = self._view("cos", T, F), self._view("sin", T, F)
         self._staged = stage(batch, cos, sin, self._units)
         ids = self._staged.token_ids
-        assert ids.min(initial=0) >= 0
+        drawn, tokens = ids < 0, self._buffers["tokens"]
+        assert ids.min(initial=0) >= -len(tokens)
+        ids[drawn] = tokens[~ids[drawn]]
         assert ids.max(initial=0) < self._spec.vocab_size  # kernels do not check
         rope_table(cos, sin, self._staged.positions, self._axes, self._inv_freq)
         hidden = self._view("hidden", T, self._spec.hidden_size)
@@ -299,7 +303,9 @@ class CpuBackend:
             counts = self._buffers["counts"]
             sampling.select_rows(part, logits, slice_draws(draws, r0, r1), counts, self._sampling)
         sound = chosen.finite
-        np.add.at(self._buffers["counts"], (draws.rows[sound], chosen.token_ids[sound]), 1)
+        lanes, ids = draws.rows[sound], chosen.token_ids[sound]
+        np.add.at(self._buffers["counts"], (lanes, ids), 1)
+        self._buffers["tokens"][lanes] = ids
         return Selection(**chosen._asdict())
 
     def reset_rows(self, rows: Sequence[int]) -> None:

@@ -1,4 +1,10 @@
-"""RoundLoop: the state machine of one engine; one thread calls it, one step is one round."""
+"""RoundLoop: the state machine of one engine; one thread calls it, one step is one round.
+
+A step orders the forward of the next unit, reads what the unit before has drawn, and then orders
+the draw of its own. Where the backend runs ahead, that is left to be read by the next step: the
+device computes while the host takes the tokens of the round before, and rows that end with them are
+dropped from the one that is on its way. Otherwise it is read at once.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +44,9 @@ if TYPE_CHECKING:
     from ginfer.engine.admission import Claim
     from ginfer.engine.grammar import Constraint
     from ginfer.engine.memory import Capacity
-    from ginfer.engine.rank import Rank
+    from ginfer.engine.rank import Flight, Rank
     from ginfer.engine.request import Event, Request
+    from ginfer.engine.round import Unit
     from ginfer.frontend.base import Frontend
 
     Sink = Callable[[Event], None]
@@ -61,9 +68,19 @@ class Job:
     lane: int = -1
     sequence: Sequence | None = None
     generated: list[int] = field(default_factory=list)
+    in_flight: int = 0  # tokens that are ordered and not read
     cached_tokens: int = 0
     admitted: float | None = None
     first_token: float | None = None
+
+
+@dataclass(eq=False)
+class Round:
+    """A unit on its way: row i of its flight belongs to jobs[i]."""
+
+    jobs: list[Job]
+    flight: Flight
+    decodes: bool
 
 
 class RoundLoop:
@@ -99,6 +116,7 @@ class RoundLoop:
         self._owner: Job | None = None
         self._ready: tuple[int, ...] = ()
         self._decoded_last = False
+        self._outstanding: Round | None = None  # drawn and not read
 
     # -- control: between rounds ------------------------------------------------------------------
 
@@ -166,19 +184,22 @@ class RoundLoop:
     # -- rounds -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Admit at most one request and run one unit; False when there is nothing to do. An
-        exception that comes out is the backend's, and the loop cannot go on after it."""
+        """Admit at most one request, order one unit and read the one before; False when there is
+        nothing to do. An exception that comes out is the backend's, and the loop cannot go on
+        after it."""
         started = perf_counter()
         can_admit = self._waiting and not self._stalled and None in self._lanes
         admitted = self._admit() if can_admit and may_admit(self._view()) else False
         unit = next_unit(self._view(), self._prefill_chunk)
-        if unit is None:
+        if unit is None and self._outstanding is None:
             assert admitted or not self._waiting, "an empty engine refuses a request that fits"
             return admitted
-        if isinstance(unit, PrefillUnit):
-            self._prefill(unit)
-        else:
-            self._decode(unit)
+        ordered = None if unit is None else self._order(unit)
+        self._settle()
+        if ordered is not None:
+            self._draw(ordered)
+        if not self._rank.runs_ahead:
+            self._settle()
         self.stats.busy_s += perf_counter() - started
         return True
 
@@ -187,9 +208,13 @@ class RoundLoop:
         if job is not None and job.sequence is not None:
             owner = (job.lane, int(self._rank.frontier[job.lane]), job.request.prompt.num_tokens)
             points = tuple(job.sequence.points)
-        return RoundView(
-            owner=owner, points=points, ready=self._ready, decoded_last=self._decoded_last
-        )
+        ready = tuple(lane for lane in self._ready if self._wants_more(lane))
+        return RoundView(owner=owner, points=points, ready=ready, decoded_last=self._decoded_last)
+
+    def _wants_more(self, lane: int) -> bool:
+        """Whether a request can go on after the tokens that are in flight."""
+        job = self._lanes[lane]
+        return job is not None and len(job.generated) + job.in_flight < job.limit
 
     def _admit(self) -> bool:
         """Let the request enter that the policy chooses, if any."""
@@ -241,41 +266,39 @@ class RoundLoop:
         )
         self._guarded(job, job.sink, started)
 
-    def _prefill(self, unit: PrefillUnit) -> None:
+    def _order(self, unit: Unit) -> Round | None:
+        """Order the forward of a unit; None when it draws nothing."""
+        began = perf_counter()
+        prefills = isinstance(unit, PrefillUnit)
+        ordered = self._prefill(unit) if isinstance(unit, PrefillUnit) else self._decode(unit)
+        self.stats.forward_s += perf_counter() - began
+        self._decoded_last = not prefills
+        if ordered.flight.batch.selection is None:
+            return None
+        for job in ordered.jobs:
+            job.in_flight += 1
+        return ordered
+
+    def _prefill(self, unit: PrefillUnit) -> Round:
         job = self._owner
         assert job is not None
-        assert job.output is not None
         assert job.sequence is not None
         self._grow(job, unit.stop)
-        began = perf_counter()
-        mask = self.grammars.mask([job.constraint]) if unit.last else None
-        selection = self._rank.prefill(unit, job.output.forced, mask)
-        self.stats.forward_s += perf_counter() - began
+        flight = self._rank.prefill(unit)
         self.cache.commit(job.sequence, unit.stop)
         self._rank.set_pages(unit.lane, job.sequence.pages)
         self.stats.prefill_rounds += 1
         self.stats.prefill_tokens += unit.stop - unit.start
-        self._decoded_last = False
-        if selection is not None:
+        if unit.last:
             self._owner, self._stalled = None, False
             self._ready = tuple(sorted((*self._ready, unit.lane)))
-            job.first_token = self._clock()
-            self.stats.first_token_s.observe(job.first_token - job.submitted)
-            self._commit([job], selection)
+        return Round([job], flight, decodes=False)
 
-    def _decode(self, unit: DecodeUnit) -> None:
+    def _decode(self, unit: DecodeUnit) -> Round:
         jobs = [job for lane in unit.lanes if (job := self._lanes[lane]) is not None]
-        forced = [job.output.forced if job.output is not None else -1 for job in jobs]
         for job in jobs:
-            self._grow(job, int(self._rank.frontier[job.lane]) + 1)
-        began = perf_counter()
-        mask = self.grammars.mask([job.constraint for job in jobs])
-        selection = self._rank.decode(unit.lanes, forced, mask)
-        self.stats.forward_s += perf_counter() - began
-        self.stats.decode_rounds += 1
-        self.stats.row_rounds += len(jobs)
-        self._decoded_last = True
-        self._commit(jobs, selection)
+            self._grow(job, self._rank.ordered(job.lane) + 1)
+        return Round(jobs, self._rank.decode(unit.lanes), decodes=True)
 
     def _grow(self, job: Job, num_tokens: int) -> None:
         """Have pages for the first `num_tokens` tokens of a request, within its entitlement."""
@@ -285,10 +308,45 @@ class RoundLoop:
             self.cache.grow(sequence, num_tokens)
             self._rank.set_pages(job.lane, sequence.pages)
 
-    def _commit(self, jobs: list[Job], selection: Selection) -> None:
-        """Hand every job its token; row i of the selection belongs to jobs[i]."""
+    def _draw(self, ordered: Round) -> None:
+        """Order the draw of a round, by what its requests want after the tokens read so far. Rows
+        that have ended draw like free ones; nobody reads them."""
+        living = [job if job.lane >= 0 else None for job in ordered.jobs]
+        if not any(living):
+            return
+        began = perf_counter()
+        forced = [job.output.forced if job and job.output else -1 for job in living]
+        mask = self.grammars.mask([job.constraint if job else None for job in living])
+        self._rank.draw(ordered.flight, forced, mask)
+        self.stats.forward_s += perf_counter() - began
+        self._outstanding = ordered
+
+    def _settle(self) -> None:
+        """Read the outstanding round, and hand its tokens to the requests that still run."""
+        done, self._outstanding = self._outstanding, None
+        if done is None:
+            return
+        began = perf_counter()
+        selection = self._rank.read(done.flight)
+        waited = perf_counter() - began
+        self.stats.forward_s += waited
+        self.stats.wait_s += waited
+        rows = [i for i, job in enumerate(done.jobs) if job.lane >= 0]
+        self._rank.settle(done.flight, rows)
+        if done.decodes:
+            self.stats.decode_rounds += 1
+            self.stats.row_rounds += len(rows)
+        self._commit(done.jobs, rows, selection)
+
+    def _commit(self, jobs: list[Job], rows: list[int], selection: Selection) -> None:
+        """Hand the jobs of these rows their tokens; row i of the selection belongs to jobs[i]."""
         tokens, finite = selection.token_ids.tolist(), selection.finite.tolist()
-        for i, job in enumerate(jobs):
+        for i in rows:
+            job = jobs[i]
+            job.in_flight -= 1
+            if job.first_token is None:
+                job.first_token = self._clock()
+                self.stats.first_token_s.observe(job.first_token - job.submitted)
             if job.constraint is not None and job.constraint.fault is not None:
                 self._fail(job, job.constraint.error())
             elif finite[i]:

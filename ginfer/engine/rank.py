@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,40 +14,59 @@ from ginfer.models import qwen
 from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from ginfer.backend import Backend, MemoryPlan
-    from ginfer.batch import I32, Selection, TokenMask
+    from ginfer.backend import Backend, Hidden, MemoryPlan
+    from ginfer.batch import I32, PendingSelection, Selection, TokenMask
     from ginfer.cache import Sequence
     from ginfer.engine.request import Request
     from ginfer.engine.round import PrefillUnit
     from ginfer.spec import ModelSpec
 
 
+@dataclass(eq=False)
+class Flight:
+    """A forward that is ordered, and its selection once it is drawn. stops: [B] int32, tokens of
+    its rows in K/V and state after it."""
+
+    lanes: tuple[int, ...]
+    batch: ForwardBatch
+    stops: I32
+    hidden: Hidden
+    pending: PendingSelection | None = None
+
+
 class Rank:
     """Tables of all lanes, and the forwards over them. One thread calls it.
 
-    Per lane: tokens in K/V and state (`frontier`), the drawn token that is not in them yet, rotary
-    offset, page ids, recurrent slot.
+    Per lane: tokens in K/V and state as far as they are settled (`frontier`) and as far as forwards
+    are ordered, rotary offset, page ids, recurrent slot. Where rounds run ahead a decode round
+    reads one slot of a lane and writes its partner, so that the state before it stays until it is
+    settled; `Sequence.state_slot` names the settled one. The token that a lane drew last is known
+    to the backend.
     """
 
     def __init__(self, spec: ModelSpec, backend: Backend, plan: MemoryPlan) -> None:
         self.backend = backend
         self.spec = spec
+        self.runs_ahead = backend.runs_ahead
         num_lanes = plan.num_rows
+        self._partner = num_lanes if self.runs_ahead else 0
+        assert plan.num_slots >= num_lanes + self._partner, "a lane lacks its second slot"
         self.frontier = np.zeros(num_lanes, np.int32)
-        self._next_token = np.zeros(num_lanes, np.int32)
+        self._ordered = np.zeros(num_lanes, np.int32)
         self._rope_delta = np.zeros(num_lanes, np.int32)
         self._slots = np.zeros(num_lanes, np.int32)
         self._pages = np.zeros((num_lanes, plan.max_pages_per_row), np.int32)
         self._requests: list[Request | None] = [None] * num_lanes
+        self._sequences: list[Sequence | None] = [None] * num_lanes
         self._sampling = SamplingTable(num_lanes)
 
     def open_lane(self, lane: int, request: Request, sequence: Sequence) -> None:
         """A request enters `lane` with the memory of `sequence`."""
-        self._requests[lane] = request
+        self._requests[lane], self._sequences[lane] = request, sequence
         self._sampling.assign(lane, request.sampling)
         self._slots[lane] = sequence.slot
         self.set_pages(lane, sequence.pages)
-        self.frontier[lane] = sequence.cached_tokens
+        self.frontier[lane] = self._ordered[lane] = sequence.cached_tokens
         self._rope_delta[lane] = request.prompt.rope_delta
         self.backend.reset_rows([lane])
 
@@ -54,10 +74,13 @@ class Rank:
         """The pages of a lane have changed."""
         self._pages[lane, : len(pages)] = pages
 
-    def prefill(
-        self, unit: PrefillUnit, forced: int, mask: TokenMask | None = None
-    ) -> Selection | None:
-        """Compute one chunk; when it ends the prompt, draw the first token (`forced` unless -1)."""
+    def ordered(self, lane: int) -> int:
+        """Tokens of a lane that are in K/V and state once all ordered forwards are done."""
+        return int(self._ordered[lane])
+
+    def prefill(self, unit: PrefillUnit) -> Flight:
+        """Order one chunk, whose state stays in its slot and is settled at once. The chunk that
+        ends the prompt wants the first token drawn."""
         lane, start, stop = unit.lane, unit.start, unit.stop
         request = self._requests[lane]
         assert request is not None
@@ -66,66 +89,75 @@ class Rank:
             positions = np.tile(np.arange(start, stop, dtype=np.int32), (3, 1))
         else:
             positions = np.ascontiguousarray(prompt.positions[:, start:stop])
-        selection = None
+        stops, selection = np.array([stop], np.int32), None
         if unit.last:
-            selection = self._sampling.select(
-                (lane,),
-                np.array([stop - start - 1], np.int32),
-                np.array([stop], np.int32),
-                purpose=Purpose.PROMPT,
-                forced=np.array([forced], np.int32),
-                mask=mask,
-            )
+            last = np.array([stop - start - 1], np.int32)
+            selection = self._sampling.select((lane,), last, stops, purpose=Purpose.PROMPT)
         batch = ForwardBatch(
             phase=Phase.PREFILL,
             token_ids=prompt.token_ids[start:stop],
             positions=positions,
             row_indptr=np.array([0, stop - start], np.int32),
-            starts=self.frontier[lanes],
+            starts=self._ordered[lanes],
             page_table=self._page_table(lanes, stop),
             state_in=self._slots[lanes],
             state_out=self._slots[lanes],
             selection=selection,
         )
-        result = qwen.forward(self.spec, self.backend, batch)
+        flight = self._order((lane,), batch, stops)
         self.frontier[lane] = stop
-        if result is not None:
-            self._next_token[lane] = result.token_ids[0]
-        return result
+        return flight
 
-    def decode(
-        self, lanes: tuple[int, ...], forced: list[int], mask: TokenMask | None = None
-    ) -> Selection:
-        """Feed the last token of every lane and draw the next one (`forced[i]` unless -1)."""
+    def decode(self, lanes: tuple[int, ...]) -> Flight:
+        """Order a round that feeds the token that every lane drew last, and wants the next one."""
         rows = np.array(lanes, np.int32)
         columns = np.arange(len(lanes) + 1, dtype=np.int32)
-        starts = self.frontier[rows]
-        slots = self._slots[rows]
+        starts, slots = self._ordered[rows], self._slots[rows]
+        partners = slots if not self._partner else (slots + self._partner) % (2 * self._partner)
         page_table = self._page_table(rows, int(starts.max()) + 1)
+        stops = starts + np.int32(1)
         batch = ForwardBatch(
             phase=Phase.DECODE,
-            token_ids=self._next_token[rows],
+            token_ids=~rows,
             positions=np.tile(starts + self._rope_delta[rows], (3, 1)),
             row_indptr=columns,
             starts=starts,
             page_table=page_table,
             state_in=slots,
-            state_out=slots,
+            state_out=partners,
             items=work_items(page_table, starts, columns),
-            selection=self._sampling.select(
-                lanes,
-                columns[:-1],
-                starts + np.int32(1),
-                purpose=Purpose.DECODE,
-                forced=np.array(forced, np.int32),
-                mask=mask,
-            ),
+            selection=self._sampling.select(lanes, columns[:-1], stops, purpose=Purpose.DECODE),
         )
-        result = qwen.forward(self.spec, self.backend, batch)
-        assert result is not None
-        self.frontier[rows] += 1
-        self._next_token[rows] = result.token_ids
-        return result
+        return self._order(lanes, batch, stops)
+
+    def _order(self, lanes: tuple[int, ...], batch: ForwardBatch, stops: I32) -> Flight:
+        hidden = qwen.forward(self.spec, self.backend, batch)
+        rows = list(lanes)
+        self._ordered[rows], self._slots[rows] = stops, batch.state_out
+        return Flight(lanes, batch, stops, hidden)
+
+    def draw(self, flight: Flight, forced: list[int], mask: TokenMask | None) -> None:
+        """Order the selection of a flight: row i takes `forced[i]` unless -1."""
+        selection = flight.batch.selection
+        assert selection is not None
+        if mask is not None or max(forced) >= 0:
+            selection = replace(selection, forced=np.array(forced, np.int32), mask=mask)
+        batch = replace(flight.batch, selection=selection)
+        flight.pending = self.backend.select(flight.hidden, batch)
+
+    def read(self, flight: Flight) -> Selection:
+        """Wait for what a flight has drawn."""
+        assert flight.pending is not None
+        return flight.pending.read()
+
+    def settle(self, flight: Flight, rows: list[int]) -> None:
+        """These rows of a flight go on from it; the others have ended without it."""
+        for i in rows:
+            lane = flight.lanes[i]
+            sequence = self._sequences[lane]
+            assert sequence is not None
+            self.frontier[lane] = flight.stops[i]
+            sequence.state_slot = int(flight.batch.state_out[i])
 
     def _page_table(self, rows: I32, num_tokens: int) -> I32:
         num_pages = -(-num_tokens // PAGE_TOKENS)

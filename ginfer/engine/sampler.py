@@ -10,7 +10,7 @@ import numpy as np
 from ginfer.batch import SelectionBatch
 
 if TYPE_CHECKING:
-    from ginfer.batch import I32, TokenMask
+    from ginfer.batch import I32
     from ginfer.engine.request import SamplingParams
 
 _FLOATS = {
@@ -51,11 +51,9 @@ class SamplingTable:
         positions: I32,
         *,
         purpose: int,
-        forced: I32,
-        mask: TokenMask | None = None,
     ) -> SelectionBatch:
-        """Selection of one token per lane. columns: [R], where its logits come from; positions:
-        [R], logical position of the token; forced: [R], token id or -1."""
+        """Free selection of one token per lane. columns: [R], where its logits come from;
+        positions: [R], logical position of the token."""
         fixed = self._gathered.get(lanes)
         if fixed is None:
             fixed = self._gathered[lanes] = self._gather(lanes)
@@ -63,8 +61,6 @@ class SamplingTable:
             columns=columns,
             positions=positions,
             purposes=np.full(len(lanes), purpose, np.int32),
-            forced=forced,
-            mask=mask,
             **fixed,
         )
 
@@ -76,6 +72,7 @@ class SamplingTable:
             "rows": rows,
             "top_k": self._top_k[rows],
             "seeds": self._seeds[rows],
+            "forced": np.full(len(lanes), -1, np.int32),
             "num_top": int(self._num_top[rows].max()),
             "bias_indptr": np.cumsum([0, *map(len, bias)], dtype=np.int32),
             "bias_ids": np.array([i for i, _ in pairs], np.int32),

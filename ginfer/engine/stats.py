@@ -45,7 +45,9 @@ class Stats:
     again although their K/V was here. passed counts entries before an older request.
     token_s: between two tokens of a request, its mean; total_s: from submission to the end of a
     complete request.
-    forward_s is time inside the backend, busy_s the time of whole rounds.
+    forward_s is time inside the backend, wait_s the part of it that waits for values of a backend
+    that runs ahead or computes them, busy_s the time of whole rounds. Rows of a decode round whose
+    request has ended before it is read do not count.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,7 @@ class Stats:
         self.decode_rounds = 0
         self.row_rounds = 0
         self.forward_s = 0.0
+        self.wait_s = 0.0
         self.busy_s = 0.0
         self.queue_s = Histogram()
         self.first_token_s = Histogram()

@@ -9,8 +9,8 @@ from ginfer.models.dflash2 import QWEN_27B_DRAFTER, QWEN_DEMO_DRAFTER
 from ginfer.spec import AttentionSpec, GdnSpec, LayerKind, ModelSpec
 
 if TYPE_CHECKING:
-    from ginfer.backend import Backend
-    from ginfer.batch import ForwardBatch, Selection
+    from ginfer.backend import Backend, Hidden
+    from ginfer.batch import ForwardBatch
 
 RESOURCES = tuple(
     f"frontend/{name}"
@@ -126,9 +126,8 @@ QWEN_DEMO = ModelContract(
 )
 
 
-def forward(spec: ModelSpec, backend: Backend, batch: ForwardBatch) -> Selection | None:
-    """Run the batch through the model; return the chosen tokens, or None when the batch wants no
-    logits."""
+def forward(spec: ModelSpec, backend: Backend, batch: ForwardBatch) -> Hidden:
+    """Run the batch through the layers; what `backend.select` takes when logits are wanted."""
     hidden = backend.embed(batch)
     for layer_idx, kind in enumerate(spec.layers):
         if kind is LayerKind.GATED_DELTANET:
@@ -136,4 +135,4 @@ def forward(spec: ModelSpec, backend: Backend, batch: ForwardBatch) -> Selection
         else:
             backend.attention_block(hidden, layer_idx, batch)
         backend.mlp_block(hidden, layer_idx, batch)
-    return backend.select(hidden, batch) if batch.selection is not None else None
+    return hidden

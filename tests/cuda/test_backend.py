@@ -8,9 +8,8 @@ from ginfer.batch import Phase
 from ginfer.cpu.backend import CpuBackend
 from ginfer.cuda.backend import CudaBackend
 from ginfer.engine.memory import page_nbytes
-from ginfer.models import qwen
 from scripts.random_models import RandomModel
-from tests.host.cuda.test_emulated_backend import batch
+from tests.host.cuda.test_emulated_backend import batch, run
 
 WIDE = RandomModel(  # widths as the decode linear kernels take them
     name="random-3q1kv-2k6v",
@@ -69,7 +68,7 @@ def test_rounds_equal_the_cpu_image_within_bf16_and_graphs_equal_eager(images):
             image.clear_slot(row)
             image.reset_rows([row])
     for one in rounds():
-        want, got, plain = (qwen.forward(spec, image, one) for image in (cpu, graphs, eager))
+        want, got, plain = (run(spec, image, one) for image in (cpu, graphs, eager))
         assert got.finite.all()
         for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"):
             assert (getattr(got, name) == getattr(plain, name)).all()

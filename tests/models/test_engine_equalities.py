@@ -11,7 +11,7 @@ import pytest
 
 from ginfer.backend import MemoryPlan
 from ginfer.batch import ForwardBatch, Phase, Purpose, SelectionBatch
-from ginfer.engine.backends import open_backend
+from ginfer.cpu.backend import CpuBackend
 from ginfer.engine.loader import load_weights, open_package
 from ginfer.engine.memory import page_nbytes
 from ginfer.engine.request import FinishReason, StopString
@@ -123,7 +123,7 @@ class Uninterrupted:
     def __init__(self):
         bound = open_package(DEMO_PACKAGE, verify=False, progress=lambda *call: None)
         self.spec = bound.contract.spec
-        self.backend = open_backend("cpu", self.spec, threads=2)
+        self.backend = CpuBackend(self.spec, threads=2)
         load_weights(bound, self.backend, lambda *call: None)
         self.backend.allocate(
             MemoryPlan(
@@ -171,7 +171,7 @@ class Uninterrupted:
             state_out=ints,
             selection=selection,
         )
-        chosen = forward(self.spec, self.backend, batch)
+        chosen = self.backend.select(forward(self.spec, self.backend, batch), batch).read()
         self.num_tokens += n
         return int(chosen.token_ids[0]), float(chosen.logprobs[0])
 

@@ -10,7 +10,7 @@ from ginfer.engine.sampler import SamplingTable
 
 def select(table, *lanes):
     rows = np.arange(len(lanes), dtype=np.int32)
-    return table.select(lanes, rows, rows + 9, purpose=1, forced=np.full(len(lanes), -1, np.int32))
+    return table.select(lanes, rows, rows + 9, purpose=1)
 
 
 def test_rows_follow_their_lanes():
@@ -34,6 +34,7 @@ def test_rows_follow_their_lanes():
     assert batch.bias_values.tolist() == [1.5, -2, 1]
     assert batch.positions.tolist() == [9, 10, 11]
     assert batch.purposes.tolist() == [1, 1, 1]
+    assert batch.forced.tolist() == [-1, -1, -1]
     assert batch.num_top == 4
     assert select(table, 0, 3).num_top == -1
 

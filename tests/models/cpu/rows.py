@@ -99,7 +99,12 @@ class Rig:
         """Forward; a selection of `columns`, with log probabilities of every legal id."""
         wanted = {"num_top": self.spec.num_token_ids, **changes}
         selection = greedy(columns, **wanted) if len(columns) else None
-        return forward(self.spec, self.backend, batch_of(phase, parts, selection))
+        return self.forward(batch_of(phase, parts, selection))
+
+    def forward(self, batch: ForwardBatch) -> Selection | None:
+        """Forward, and the selection that the batch wants."""
+        hidden = forward(self.spec, self.backend, batch)
+        return self.backend.select(hidden, batch).read() if batch.selection is not None else None
 
     def bits(self) -> dict[str, np.ndarray]:
         """Copies of K/V, state and history."""

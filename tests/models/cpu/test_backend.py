@@ -14,7 +14,6 @@ from ginfer.cpu.backend import CpuBackend
 from ginfer.engine.memory import page_nbytes, slot_nbytes
 from ginfer.engine.work_items import work_items
 from ginfer.errors import ArtifactError, ConfigError
-from ginfer.models.qwen import forward
 from ginfer.spec import LayerKind
 from scripts.random_models import MODELS
 from tests.models.cpu.rows import Part, Rig, batch_of, greedy, logprobs, quantised
@@ -76,7 +75,7 @@ def test_axes_of_positions_follow_the_float64_model(rig, tensors) -> None:
     positions = np.random.default_rng(0).integers(0, 5000, (3, 20))
     batch = batch_of(PREFILL, [Part(ids, 0, PAGES)], greedy([19], num_top=SPEC.num_token_ids))
     batch = replace(batch, positions=positions.astype(np.int32))
-    got = logprobs(forward(SPEC, rig.backend, batch))[0]
+    got = logprobs(rig.forward(batch))[0]
     logits = Oracle(SPEC, tensors).logits(ids, positions)[19, : SPEC.num_token_ids]
     MODEL_LOGPROBS.check(got, np.array(list(log_softmax(logits).values())))
 
@@ -230,7 +229,7 @@ def test_rows_over_one_prefix_decode_with_the_bits_of_each_alone(rig) -> None:
             batch = batch_of(DECODE, group, greedy(range(2 * len(group)), num_top=50))
             items = work_items(batch.page_table, batch.starts, batch.row_indptr)
             assert items.num_items == (5 if together else 1)
-            got.append(forward(SPEC, rig.backend, replace(batch, items=items)))
+            got.append(rig.forward(replace(batch, items=items)))
         results.append(
             [np.concatenate([getattr(s, f) for s in got]) for f in ("top_ids", "top_logprobs")]
         )
@@ -277,11 +276,25 @@ def test_ledger_and_close(tensors) -> None:
 
 
 def test_ids_outside_the_vocabulary_never_reach_a_kernel(rig) -> None:
-    for bad in (-1, SPEC.vocab_size):
+    for bad in (-9, SPEC.vocab_size):  # no lane, no token
         with pytest.raises(AssertionError):
             rig.run(PREFILL, [Part([bad], 0, PAGES)])
     with pytest.raises(AssertionError):
         rig.run(PREFILL, [Part([0], 0, PAGES)], [0], forced=np.array([SPEC.num_token_ids]))
+
+
+def test_the_token_that_a_lane_drew_last_need_not_be_named(rig) -> None:
+    parts = [Part([5, 9, 31], 0, PAGES), Part([7], 0, PAGES[::-1], slot=1)]
+    first = rig.run(PREFILL, parts, [2, 3], rows=np.array([4, 2], np.int32))
+    drawn = first.token_ids.tolist()
+    got = []
+    for ids in ([~4, ~2], drawn):
+        rig.backend.copy_slots([(2, 0), (3, 1)])
+        more = [Part(ids[:1], 3, PAGES, slot=2), Part(ids[1:], 1, PAGES[::-1], slot=3)]
+        got.append(rig.run(DECODE, more, [0, 1], rows=np.array([6, 7], np.int32)))
+    assert drawn[0] != drawn[1]
+    assert (got[0].token_ids == got[1].token_ids).all()
+    assert (got[0].logprobs == got[1].logprobs).all()
 
 
 UNITS = [17, 3, 20, 9, 22]
