@@ -1,9 +1,8 @@
 """Blocks of the forward pass: which kernels, on which buffers, in which order.
 
-Activations between kernels are row-major BF16; where decode linear kernels exist (sm_90a), what
-they read is in fragment order instead. Decode linear kernels also compute the head of a prompt's
-last column; everything else of a prompt is prefill. Without them both phases use the kernels of
-prefill, whose values do not depend on the number of columns.
+Activations between kernels are row-major BF16; what decode linear kernels read is in fragment order
+instead. They also compute the head of a prompt's last column; everything else of a prompt is
+prefill.
 """
 
 from __future__ import annotations
@@ -162,7 +161,7 @@ class Blocks:
         return {n: Activations(part.address, found[n]) for n, (part, _) in buffers.items()}
 
     def _fragments(self, phase: Phase) -> bool:
-        return self._queue.early and phase is Phase.DECODE
+        return phase is Phase.DECODE
 
     def _norm(self, weight: int, T: int, phase: Phase) -> None:
         """normed = norm of the residual stream."""

@@ -72,11 +72,10 @@ def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """Row-major results, and fragment order where decode linear kernels read it."""
+    """Row-major results, and the fragment order that decode linear kernels read."""
     early = starts_early(capability)
     yield rms_norm_kernel(0, early)
-    if early:
-        yield rms_norm_kernel(1, early)
+    yield rms_norm_kernel(1, early)
 
 
 @dataclass(frozen=True)

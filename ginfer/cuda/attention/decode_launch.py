@@ -36,8 +36,7 @@ def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
     for tiles in sorted({SMALL, large_tiles(capability)}):
         yield attention_decode_kernel(tiles, early)
     yield attention_merge_kernel(0, early)
-    if early:
-        yield attention_merge_kernel(1, early)
+    yield attention_merge_kernel(1, early)
 
 
 @dataclass(frozen=True)

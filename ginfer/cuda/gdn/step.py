@@ -239,11 +239,10 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """Row-major results, and fragment order where decode linear kernels read it."""
+    """Row-major results, and the fragment order that decode linear kernels read."""
     early = starts_early(capability)
     yield gdn_step_kernel(0, early)
-    if early:
-        yield gdn_step_kernel(1, early)
+    yield gdn_step_kernel(1, early)
 
 
 @dataclass(frozen=True)

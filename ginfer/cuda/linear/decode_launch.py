@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ginfer.cuda.linear.decode import SLICE_TILES, X_TILE, linear_decode_kernel
+from ginfer.cuda.linear.decode import SLICE_TILES, X_TILE
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
-from ginfer.cuda.linear.variants import COLUMN_TILES, LinearDecodePlan
+from ginfer.cuda.linear.variants import COLUMN_TILES, decode_kernel
+from ginfer.cuda.runtime.queue import starts_early
 from ginfer.sizes import align_up, div_ceil
 
 if TYPE_CHECKING:
@@ -97,20 +98,18 @@ def linear_decode(
     matrix, scratch = linear
     blocks, k_tiles = div_ceil(matrix.N, 128), div_ceil(matrix.K, 64)
     whole, slices = k_slices(matrix.N, matrix.K)
+    early = starts_early(image.capability)  # persistent, too: a block takes items in turns
     for first in range(0, T, LAUNCH_TOKENS):
         count = min(T - first, LAUNCH_TOKENS)
         NT = column_tiles(count)
         shape = (matrix.N, matrix.K, NT, UNPACK[matrix.fmt].tile_nbytes)
-        p = image.plans.find("linear_decode", LinearDecodePlan, shape)
-        form = (matrix.fmt, p.warps, p.M, NT, p.span, p.stages, matrix.epilogue)
-        RB = p.warps * p.M // 8
+        item, RB = decode_kernel(image.plans, matrix.fmt, shape, matrix.epilogue)
         items = div_ceil(blocks - whole, RB) * slices + div_ceil(whole, RB)
         tokens_at, result_at = first * k_tiles * X_TILE // 8, first * _row_nbytes(matrix)
         addresses = (matrix.w, x + tokens_at, y + result_at, scratch.workspace, scratch.counters)
         scalars = (k_tiles, blocks, whole, slices, count, matrix.N)
-        grid = (min(items, matrix.num_sms),)
-        item = linear_decode_kernel(*form)
-        image.launch(item, grid, stream, *addresses, *scalars, dependent=True)
+        grid = (min(items, matrix.num_sms) if early else items,)
+        image.launch(item, grid, stream, *addresses, *scalars, dependent=early)
 
 
 def _row_nbytes(matrix: DecodeLinear) -> int:

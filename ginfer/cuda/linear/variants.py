@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ginfer.cuda.linear.decode import linear_decode_kernel
+from ginfer.cuda.linear.decode_mma import DecodeMmaPlan, linear_decode_mma_kernel
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
-from ginfer.cuda.runtime.plan import LaunchPlan, Shape
+from ginfer.cuda.runtime.plan import LaunchPlan, PlanTable, Shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,12 +68,22 @@ class LinearDecodePlan(LaunchPlan):
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
     """Decode kernels of each format, width and epilogue."""
-    if capability != "90a":
-        return
+    plans = PlanTable(capability)
     for fmt, epilogues in EPILOGUES.items():
         for column_tiles in COLUMN_TILES:
             shape = (128, 64, column_tiles, UNPACK[fmt].tile_nbytes)
-            p = LinearDecodePlan.default(capability, shape)
             for epilogue in epilogues:
-                ring = (p.span, p.stages)
-                yield linear_decode_kernel(fmt, p.warps, p.M, column_tiles, *ring, epilogue)
+                yield decode_kernel(plans, fmt, shape, epilogue)[0]
+
+
+def decode_kernel(
+    plans: PlanTable, fmt: str, shape: Shape, epilogue: Epilogue
+) -> tuple[Kernel, int]:
+    """The kernel of a launch of a plan's shape, and the row blocks of 128 in one of its items."""
+    NT = shape[2]
+    if plans.capability != "90a":
+        span = plans.find("linear_decode_mma", DecodeMmaPlan, shape).span
+        return linear_decode_mma_kernel(fmt, NT, span, epilogue), 1
+    p = plans.find("linear_decode", LinearDecodePlan, shape)
+    kernel = linear_decode_kernel(fmt, p.warps, p.M, NT, p.span, p.stages, epilogue)
+    return kernel, p.warps * p.M // 8

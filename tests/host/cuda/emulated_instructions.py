@@ -126,6 +126,12 @@ def _atomic_global(kind, combine):
     return change
 
 
+def _atomic_inc(at, last):
+    old = machine.load(at, _U32)
+    machine.store(at, _U32, 0 if old >= last else old + 1)
+    return old
+
+
 def _once(make):
     """What a warp's collective gives to all lanes: made by the first, kept for the others."""
     last = [None, None]
@@ -241,6 +247,7 @@ _MEMORY = {
     "red_shared_max_u32": _atomic_shared("<I", max),
     "red_shared_min_u32": _atomic_shared("<I", min),
     "red_shared_add_u64": _atomic_shared("<Q", lambda a, b: (a + b) & M64),
+    "atomic_inc_u32": _atomic_inc,
     "red_global_add_u32": _atomic_global(_U32, lambda a, b: a + b),
     "red_global_max_u32": _atomic_global(_U32, max),
     "red_global_add_u64": _atomic_global(_U64, lambda a, b: a + b),
@@ -283,7 +290,14 @@ def _fma_pair(a, b, c):
     return bf16_bits(high[0] * high[1] + high[2]) << 16 | bf16_bits(low[0] * low[1] + low[2])
 
 
+def _permute_bytes(a, b, selector):
+    either = b << 32 | a
+    places = [selector >> (4 * i) & 7 for i in range(4)]  # bit 3 would repeat a sign
+    return sum((either >> (8 * place) & 0xFF) << (8 * i) for i, place in enumerate(places))
+
+
 _PACKED = {
+    "permute_bytes": _permute_bytes,
     "bf16x2_fma": _fma_pair,
     "u16_low": lambda word: word & 0xFFFF,
     "u16_high": lambda word: word >> 16,
