@@ -21,6 +21,8 @@ from ginfer.cuda.lib.ptx import (
     tensor_copy_2d_to_shared,
     wait_for_previous_kernel,
 )
+from ginfer.cuda.linear.decode_mma import linear_decode_mma_kernel
+from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.runtime.jit import Build, kernel
 
 
@@ -186,8 +188,11 @@ def stack_kernel():
 
 ANYWHERE = (scale_kernel(256, 3), fault_kernel(), reverse_kernel(20_000), meet_kernel())
 SM_90 = (add_kernel(256), tile_kernel(1024))
+DECODE_MMA_SPANS = tuple(  # other plans than the one in use
+    linear_decode_mma_kernel("Q4G64_F16S", 2, span, Epilogue.STORE_BF16) for span in (2, 3)
+)
 
 
 def kernels_for(capability):
     """The kernels that the runtime's tests launch on a device."""
-    return ANYWHERE + (SM_90 if capability == "90a" else ())
+    return ANYWHERE + (SM_90 if capability == "90a" else DECODE_MMA_SPANS)
