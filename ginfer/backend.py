@@ -58,6 +58,23 @@ class MemoryPlan:
     max_recorded: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """What a backend has for a memory plan, weights aside.
+
+    nbytes: memory that plans may take. host_nbytes: host memory that parking may take. slot_nbytes:
+    one recurrent slot. slots_per_lane: two where rounds run ahead. plentiful: the memory is the
+    engine's own, so that automatic K/V takes all of it. cost: bytes of `nbytes` that a plan takes.
+    """
+
+    nbytes: int
+    host_nbytes: int
+    slot_nbytes: int
+    slots_per_lane: int
+    plentiful: bool
+    cost: Callable[[MemoryPlan], int]
+
+
 class Backend(Protocol):
     """Block-level operations of one rank. Not thread-safe: one thread calls it. All methods return
     when the work is done or ordered; only what `select` returns gives values to the host.
@@ -68,6 +85,10 @@ class Backend(Protocol):
 
     name: str
     runs_ahead: bool
+
+    def room(self, weights_nbytes: int, host_nbytes: int) -> Room:
+        """What is there for a plan before `load` of so many bytes, on a host with `host_nbytes` of
+        free memory. Raises ConfigError with both numbers when the weights do not fit."""
 
     def load(self, tensors: Iterable[PackedTensor], progress: Callable[[int], None]) -> None:
         """Take the weights; `progress` receives the bytes taken so far. Payloads are used as they

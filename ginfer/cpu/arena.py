@@ -46,6 +46,13 @@ def _make_space(num_units: int, unit_nbytes: int, page: tuple[int, ...]) -> Spac
     return Space(memory, flat.reshape(num_units, unit_nbytes), pages.reshape(-1, *page))
 
 
+def slot_nbytes(spec: ModelSpec) -> int:
+    """Bytes of one recurrent slot: FP32 state and convolution history of all GDN layers."""
+    g = spec.gdn
+    state = g.num_v_heads * g.k_head_dim * g.v_head_dim + (g.conv_taps - 1) * g.conv_channels
+    return len(spec.layers_of(LayerKind.GATED_DELTANET)) * state * 4
+
+
 class Arena:
     """state: [GDN layers, slots, heads, K V] float32. history: [GDN layers, slots, taps - 1,
     channels] float32."""

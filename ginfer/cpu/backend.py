@@ -12,9 +12,10 @@ import numpy as np
 from numba import set_num_threads
 from numba.np.ufunc.parallel import get_thread_count
 
+from ginfer.backend import Room
 from ginfer.batch import ForwardBatch, Phase, Selection, SelectionBatch, WorkUnits
 from ginfer.cpu import attention, gdn, sampling
-from ginfer.cpu.arena import Arena
+from ginfer.cpu.arena import Arena, slot_nbytes
 from ginfer.cpu.linear import embedding_rows, linear, linear_add, linear_silu_up
 from ginfer.cpu.norm import rms_norm
 from ginfer.cpu.rope import frequency_axes, inverse_frequencies, rope_table
@@ -69,6 +70,23 @@ class CpuBackend:
         self._arena: Arena | None = None
         self._weight_nbytes = 0
         self._staged: Staged | None = None
+
+    def room(self, weights_nbytes: int, host_nbytes: int) -> Room:
+        """Host memory; weights are mapped from their file."""
+        slot = slot_nbytes(self._spec)
+
+        def cost(plan: MemoryPlan) -> int:
+            units = plan.num_units + plan.num_park_units
+            return units * plan.unit_nbytes + plan.num_slots * slot
+
+        return Room(
+            nbytes=host_nbytes,
+            host_nbytes=host_nbytes,
+            slot_nbytes=slot,
+            slots_per_lane=2 if self.runs_ahead else 1,
+            plentiful=False,
+            cost=cost,
+        )
 
     def load(self, tensors: Iterable[PackedTensor], progress: Callable[[int], None]) -> None:
         """Bind the weights where they lie. Raises ArtifactError naming what is missing."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ginfer.backend import Room
 from ginfer.batch import Phase, Selection
 from ginfer.cuda.blocks import Blocks
 from ginfer.cuda.frame import Frame, Staged, table_sizes
@@ -34,27 +35,53 @@ from ginfer.cuda.sampling.launch import (
     scratch_nbytes,
     select,
 )
-from ginfer.cuda.slots import Slots, memory_nbytes
-from ginfer.cuda.weights import Model, upload
+from ginfer.cuda.slots import Slots, memory_nbytes, slot_nbytes
+from ginfer.cuda.weights import Model, arena_nbytes, upload
 from ginfer.env import CUDA_GRAPHS
 from ginfer.errors import ConfigError
-from ginfer.sizes import MIB
+from ginfer.sizes import GIB, MIB, human_bytes
 from ginfer.spec import LayerKind, ModelSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ginfer.backend import MemoryPlan, PackedTensor
     from ginfer.batch import ForwardBatch
 
 MAX_TOP = 32  # best ids per row
 MAX_SELECTED = 128  # columns whose logits are wanted at a time
+RESERVE_NBYTES = 1 * GIB  # graphs, kernels and the driver's own pools
+
+
+def most_selected(plan: MemoryPlan) -> int:
+    """Most columns whose logits are wanted at a time."""
+    return min(max(plan.num_rows, 8), MAX_SELECTED)
+
+
+def request_parts(spec: ModelSpec, plan: MemoryPlan) -> dict[str, int]:
+    """Bytes of everything that `allocate` takes for a plan."""
+    selected, V = most_selected(plan), spec.num_token_ids
+    return {
+        **memory_nbytes(spec, plan),
+        **Blocks.nbytes(spec, plan, selected),
+        **table_sizes(spec, plan, selected),
+        **scratch_nbytes(selected, V, MAX_TOP),
+        "counts": plan.num_rows * V * 4,
+        "tokens": plan.num_rows * 4,
+        "results": selected * RESULT_NBYTES,
+    }
+
+
+def parts_nbytes(parts: Mapping[str, int]) -> int:
+    """Bytes of all parts in one arena, with what their alignment costs."""
+    return sum(parts.values()) + 4 * MIB + len(parts) * 1024
 
 
 class CudaBackend:
     """One model on one GPU."""
 
     name = "cuda"
+    runs_ahead = False
 
     def __init__(self, spec: ModelSpec, *, graphs: bool | None = None) -> None:
         a, g = spec.attention, spec.gdn
@@ -64,14 +91,39 @@ class CudaBackend:
         self._wants_graphs = CUDA_GRAPHS.read() != "0" if graphs is None else graphs
         self._device = Device()
         capability = native_capability(self._device.info.capability)
+        self._free_nbytes = self._device.free_nbytes()  # before anything is taken
         image = Image.open(
             capability, kernels_of(capability), device_capability=self._device.info.capability
         )
         self._queue = Queue(image, Stream())
+        self._kernels_nbytes = self._taken()
+        self._graphs_nbytes = 0
         self._model: Model | None = None
         self._memory: Arena | None = None
         self._graphs: dict[int, Graph] = {}
         self._replayed, self._staged = False, Staged(0, 0, 0)
+
+    def _taken(self) -> int:
+        """Device memory that is gone since the start, whoever took it."""
+        return max(self._free_nbytes - self._device.free_nbytes(), 0)
+
+    def room(self, weights_nbytes: int, host_nbytes: int) -> Room:
+        """What is free beside the weights and a reserve."""
+        free, weights = self._device.free_nbytes(), arena_nbytes(weights_nbytes)
+        if weights + RESERVE_NBYTES > free:
+            raise ConfigError(
+                f"the weights need {human_bytes(weights + RESERVE_NBYTES)} of GPU memory, "
+                f"{human_bytes(free)} are free; end what else runs on this GPU or use a larger one",
+                param="package",
+            )
+        return Room(
+            nbytes=free - weights - RESERVE_NBYTES,
+            host_nbytes=host_nbytes,
+            slot_nbytes=slot_nbytes(self._spec),
+            slots_per_lane=2 if self.runs_ahead else 1,
+            plentiful=True,
+            cost=lambda plan: parts_nbytes(request_parts(self._spec, plan)),
+        )
 
     def load(self, tensors: Iterable[PackedTensor], progress: Callable[[int], None]) -> None:
         """Upload the weights. Raises ArtifactError naming what is missing, ConfigError when they do
@@ -84,20 +136,11 @@ class CudaBackend:
         assert self._model is not None, "load comes first"
         self._device.use()
         spec, V = self._spec, self._spec.num_token_ids
-        self._selected = min(max(plan.num_rows, 8), MAX_SELECTED)
+        self._selected = most_selected(plan)
         tables = table_sizes(spec, plan, self._selected)
         select_nbytes = scratch_nbytes(self._selected, V, MAX_TOP)
-        parts = {
-            **memory_nbytes(spec, plan),
-            **Blocks.nbytes(spec, plan, self._model, self._selected),
-            **tables,
-            **select_nbytes,
-            "counts": plan.num_rows * V * 4,
-            "tokens": plan.num_rows * 4,
-            "results": self._selected * RESULT_NBYTES,
-        }
-        slack = 4 * MIB + len(parts) * 1024
-        self._memory = memory = Arena(sum(parts.values()) + slack, "memory of requests")
+        parts = request_parts(spec, plan)
+        self._memory = memory = Arena(parts_nbytes(parts), "memory of requests")
         self._slots = Slots(spec, plan, memory, self._queue.stream)
         self._frame = Frame(spec, plan, memory, sizes=tables, queue=self._queue)
         sms = self._device.info.num_sms
@@ -111,9 +154,11 @@ class CudaBackend:
         set_bytes(self._counts, 0, self._queue.stream)
         self._answers = PinnedBuffer(self._selected * (RESULT_NBYTES + MAX_TOP * 8))
         self._queue.stream.synchronize()
+        before = self._taken()
         if self._wants_graphs:
             for B in range(1, plan.num_rows + 1):
                 self._capture(B)
+        self._graphs_nbytes = self._taken() - before
 
     def _capture(self, B: int) -> None:
         """The graph of a decode round of B rows, all of whose logits are wanted."""
@@ -299,16 +344,17 @@ class CudaBackend:
         """Nothing was given back."""
 
     def ledger(self) -> dict[str, int]:
-        """Bytes on the device by use; parking is host memory."""
+        """Bytes on the device by use, as the driver counts them; parking is host memory."""
         assert self._model is not None
         assert self._memory is not None
-        used = dict(self._memory.ledger)
-        named = {name: used.pop(name, 0) for name in ("arena", "slots", "counts")}
+        named = {name: self._memory.ledger[name] for name in ("arena", "slots", "counts")}
         return {
-            "weights": self._model.arena.used,
+            "weights": self._model.arena.taken_nbytes,
             **named,
+            "workspace": self._memory.taken_nbytes - sum(named.values()),
+            "kernels": self._kernels_nbytes,
+            "graphs": self._graphs_nbytes,
             "parking": self._slots.parking_nbytes,
-            "workspace": sum(used.values()),
         }
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.memory import set_bytes
 from ginfer.cuda.runtime.tensor_map import NBYTES as MAP_NBYTES
 from ginfer.cuda.runtime.tensor_map import place_tensor_maps
+from ginfer.cuda.weights import matrix_shapes
 from ginfer.sizes import align_up
 from ginfer.spec import LayerKind
 
@@ -89,12 +90,12 @@ class Blocks:
         self.logits = 0
 
     @staticmethod
-    def nbytes(spec: ModelSpec, plan: MemoryPlan, model: Model, selected: int) -> dict[str, int]:
+    def nbytes(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[str, int]:
         """Bytes of every buffer; `selected`: most columns whose logits are wanted at a time."""
         a, g, T = spec.attention, spec.gdn, plan.max_columns + TOKEN_PADDING
         inner = max(2 * (a.q_width + a.kv_width), g.conv_channels + g.value_width)
         blocks = most_partials(plan)
-        scratch = [linear_scratch_nbytes(m.N, m.K) for m in model.matrices()]
+        scratch = [linear_scratch_nbytes(N, K) for N, K in matrix_shapes(spec)]
         return {
             "hidden": T * spec.hidden_size * 2,
             "normed": T * spec.hidden_size * 2,
@@ -116,7 +117,7 @@ class Blocks:
         """Take the buffers and zero them."""
         spec, a, g = self._spec, self._spec.attention, self._spec.gdn
         self._frame, self._slots = frame, slots
-        sizes = self.nbytes(spec, self._plan, self._model, selected)
+        sizes = self.nbytes(spec, self._plan, selected)
         parts = {name: memory.take(n, name, alignment=1024) for name, n in sizes.items()}
         for part in parts.values():
             set_bytes(part, 0, self._queue.stream)

@@ -47,12 +47,17 @@ def page_shape(spec: ModelSpec) -> PageShape:
     return PageShape(layers, spec.attention.num_kv_heads, spec.attention.head_dim)
 
 
+def slot_nbytes(spec: ModelSpec) -> int:
+    """Bytes of one slot."""
+    layers, state, history = slot_parts(spec)
+    return layers * (state + history)
+
+
 def memory_nbytes(spec: ModelSpec, plan: MemoryPlan) -> dict[str, int]:
     """Bytes on the device, by use."""
-    layers, state, history = slot_parts(spec)
     return {
         "arena": plan.num_units * plan.unit_nbytes,
-        "slots": layers * plan.num_slots * (state + history),
+        "slots": plan.num_slots * slot_nbytes(spec),
     }
 
 

@@ -17,7 +17,7 @@ from ginfer.sizes import MIB, align_up
 from ginfer.spec import LayerKind, ModelSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from numpy.typing import NDArray
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 256
 VECTORS_NBYTES = 32 * MIB  # norms, taps and gates in FP32
+ROUNDING_NBYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,26 @@ class Layer:
     norm: int = 0
 
 
+def matrix_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """(N, K) of every matrix that is multiplied."""
+    a, g, C, wide = spec.attention, spec.gdn, spec.hidden_size, spec.mlp_width
+    return (
+        (2 * (a.q_width + a.kv_width), C),
+        (C, a.q_width),
+        (g.conv_channels + g.value_width, C),
+        (2 * g.num_v_heads, C),
+        (C, g.value_width),
+        (2 * wide, C),
+        (C, wide),
+        (spec.vocab_size, C),
+    )
+
+
+def arena_nbytes(payload_nbytes: int) -> int:
+    """Device memory that weights with so many bytes of payload take at most."""
+    return payload_nbytes + ROUNDING_NBYTES + VECTORS_NBYTES
+
+
 @dataclass(frozen=True)
 class Model:
     """All weights of the text model."""
@@ -66,13 +87,6 @@ class Model:
     final_norm: int
     head: Matrix
     arena: Arena
-
-    def matrices(self) -> Iterator[Matrix]:
-        """Every matrix that is multiplied."""
-        for layer in self.layers:
-            found = (layer.inner, layer.output, layer.gate_up, layer.down, layer.a_b)
-            yield from (m for m in found if m is not None)
-        yield self.head
 
 
 class Upload:

@@ -9,14 +9,8 @@ from ginfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from ginfer.backend import Backend
+    from ginfer.config import EngineConfig
     from ginfer.spec import ModelSpec
-
-
-def resolve_backend(name: str) -> str:
-    """'auto' becomes 'cuda' when the CUDA image can serve here, else 'cpu'."""
-    if name != "auto":
-        return name
-    return "cpu" if cuda_refusal() else "cuda"
 
 
 def cuda_refusal() -> str:
@@ -28,12 +22,18 @@ def cuda_refusal() -> str:
     return cast("str", module.refusal())
 
 
-def open_backend(name: str, spec: ModelSpec, *, threads: int | None = None) -> Backend:
-    """Open a backend by name. Raises ConfigError in one line when it cannot serve here."""
-    name = resolve_backend(name)
-    if name == "cuda":
-        refusal = cuda_refusal()
-        if refusal:
-            raise ConfigError(f"backend cuda: {refusal}", param="backend")
-        return cast("Backend", import_module("ginfer.cuda.backend").CudaBackend(spec))
-    return cast("Backend", import_module("ginfer.cpu.backend").CpuBackend(spec, threads=threads))
+def open_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
+    """Open the backend that is asked for; with 'auto' the CUDA image where it can serve. Raises
+    ConfigError in one line when it cannot serve here or not with these options."""
+    refusal = "" if config.backend == "cpu" else cuda_refusal()
+    if config.backend == "cpu" or (config.backend == "auto" and refusal):
+        module = import_module("ginfer.cpu.backend")
+        return cast("Backend", module.CpuBackend(spec, threads=config.threads))
+    if refusal:
+        raise ConfigError(f"backend cuda: {refusal}", param="backend")
+    if config.kv_elastic:
+        raise ConfigError(
+            "kv_elastic is for backend cpu: GPU memory stays with the process; leave it out",
+            param="kv_elastic",
+        )
+    return cast("Backend", import_module("ginfer.cuda.backend").CudaBackend(spec))

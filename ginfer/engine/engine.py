@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any
 
-from ginfer.engine.backends import open_backend, resolve_backend
+from ginfer.engine.backends import open_backend
 from ginfer.engine.loader import load_weights, open_package
 from ginfer.engine.loop import Job, RoundLoop
 from ginfer.engine.memory import available_nbytes, ledger_line, plan_memory
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Self
 
+    from ginfer.backend import Backend
     from ginfer.config import EngineConfig
+    from ginfer.engine.loader import BoundPackage
     from ginfer.engine.memory import Capacity
     from ginfer.engine.request import Event, Request
     from ginfer.frontend.base import Frontend
@@ -39,7 +41,7 @@ REST_AFTER_S = 1.0  # idle time after which an elastic engine gives memory back
 
 class Engine:
     """One model, loaded and serving. `failed` says why it cannot serve any more; `on_failure` is
-    called with it, in the loop thread.
+    called with it, in the loop thread, and `on_told` there after the events of each round.
 
     `submit` and the other methods may be called from any thread; sinks are called from the loop
     thread and must be quick. A context manager.
@@ -59,6 +61,7 @@ class Engine:
         self.frontend = frontend
         self.failed: GInferError | None = None
         self.on_failure: Callable[[GInferError], None] = lambda error: None
+        self.on_told: Callable[[], None] = lambda: None
         self._capacity, self._rank, self._clock = capacity, rank, clock
         self._elastic = config.kv_elastic
         self._loop = RoundLoop(
@@ -95,20 +98,19 @@ class Engine:
         bound = open_package(config.package, verify=config.verify, progress=report)
         with bound.package as package:
             spec = bound.contract.spec
-            capacity = plan_memory(config, spec, available_nbytes())
             frontend = open_frontend(package.identity.model_id, bound.resources())
-            name = resolve_backend(config.backend)
-            backend = open_backend(name, spec, threads=config.threads)
-            load_weights(bound, backend, report)
-            report("prepare", 0, 1)
-            backend.allocate(capacity.plan)
-            report("prepare", 1, 1)
+            backend = open_backend(config, spec)
+            try:
+                capacity = _fill(backend, bound, config, report)
+            except BaseException:
+                backend.close()
+                raise
             log.info("memory: %s", ledger_line(backend.ledger()))
             info = EngineInfo(
                 model_id=package.identity.model_id,
                 weights_id=package.identity.weights_id,
                 package_digest=package.digest,
-                backend=name,
+                backend=backend.name,
                 max_context=capacity.max_context,
                 kv_capacity=capacity.kv_capacity,
                 max_concurrency=config.max_concurrency,
@@ -269,6 +271,7 @@ class Engine:
                     self._inbox.popleft()()
                 self._loop.expire()
                 busy = self._loop.step()
+                self.on_told()
         except Exception as error:
             log.exception("the engine failed")
             self._break(UnavailableError(f"the engine failed: {error!r}"))
@@ -300,3 +303,16 @@ class Engine:
             except Exception:
                 log.exception("the sink of request %s refuses its end", job.request.request_id)
         self.on_failure(error)
+
+
+def _fill(
+    backend: Backend, bound: BoundPackage, config: EngineConfig, report: Progress
+) -> Capacity:
+    """Give a backend its weights and memory. What does not fit is refused before it is loaded."""
+    room = backend.room(bound.weights_nbytes, available_nbytes())
+    capacity = plan_memory(config, bound.contract.spec, room)
+    load_weights(bound, backend, report)
+    report("prepare", 0, 1)
+    backend.allocate(capacity.plan)
+    report("prepare", 1, 1)
+    return capacity

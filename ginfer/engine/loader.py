@@ -12,11 +12,12 @@ from ginfer.models.contract import PROFILES
 from ginfer.models.registry import contract_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from ginfer.artifact import Finding
-    from ginfer.backend import Backend
+    from ginfer.artifact.records import TensorRecord
+    from ginfer.backend import Backend, PackedTensor
     from ginfer.models.contract import ModelContract
 
 TEXT = "text/"  # tensors of the language model; the rest belongs to media
@@ -28,6 +29,19 @@ class BoundPackage:
 
     package: Package
     contract: ModelContract
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of the tensors that `load_weights` gives to a backend."""
+        return sum(r.bytes for r in self._weights)
+
+    @property
+    def _weights(self) -> list[TensorRecord]:
+        return [r for r in self.package.tensors if r.name.startswith(TEXT)]
+
+    def weights(self) -> Iterator[PackedTensor]:
+        """The language model's tensors, in file order."""
+        return (self.package.tensor(r.name) for r in self._weights)
 
     def resources(self) -> dict[str, bytes]:
         """Every frontend file, by name."""
@@ -62,11 +76,9 @@ def inventory_findings(package: Package) -> tuple[Finding, ...]:
 def load_weights(
     bound: BoundPackage, backend: Backend, progress: Callable[[str, int, int], None]
 ) -> None:
-    """Give the backend the language model's tensors, in file order."""
-    records = [r for r in bound.package.tensors if r.name.startswith(TEXT)]
-    total = sum(r.bytes for r in records)
-    tensors = (bound.package.tensor(r.name) for r in records)
-    backend.load(tensors, lambda done: progress("load", done, total))
+    """Give the backend its weights."""
+    total = bound.weights_nbytes
+    backend.load(bound.weights(), lambda done: progress("load", done, total))
 
 
 def _expected(package: Package, contract: ModelContract) -> dict[str, ExpectedTensor]:

@@ -1,10 +1,10 @@
 """Memory plan of an engine: one curve from options and what is there to units, slots and bytes.
 
-    bytes = slots x state + units x unit
+    bytes = cost of slots and workspace + units x unit
     units = pages of `num_pages` + snapshots, as many as fit, up to SNAPSHOTS_PER_LANE per lane
 
 Requests are promised `num_pages` together; what they do not use, and the rest, holds prefixes and
-snapshots.
+snapshots. Where memory is plentiful, automatic capacity takes all of it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from ginfer.sizes import MIB, align_up, div_ceil, human_bytes
 from ginfer.spec import PAGE_TOKENS, LayerKind
 
 if TYPE_CHECKING:
+    from ginfer.backend import Room
     from ginfer.config import EngineConfig
     from ginfer.spec import ModelSpec
 
 UNIT_NBYTES = 2 * MIB
-AUTO_KV_NBYTES = 128 * MIB  # automatic K/V stays modest; one request of max_context always fits
+AUTO_KV_NBYTES = 128 * MIB  # modest automatic K/V; one request of max_context always fits
 SNAPSHOTS_PER_LANE = 4  # system and tools, two prompt frontiers, a response end
+SNAPSHOT_SHARE = 4  # where memory is plentiful, snapshots are promised at most 1 / so much
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,56 +57,82 @@ def unit_nbytes(spec: ModelSpec) -> int:
     return UNIT_NBYTES if UNIT_NBYTES % page == 0 or page % UNIT_NBYTES == 0 else page
 
 
-def slot_nbytes(spec: ModelSpec) -> int:
-    """Bytes of one recurrent slot: FP32 state and convolution history of all GDN layers."""
-    g = spec.gdn
-    state = g.num_v_heads * g.k_head_dim * g.v_head_dim + (g.conv_taps - 1) * g.conv_channels
-    return len(spec.layers_of(LayerKind.GATED_DELTANET)) * state * 4
-
-
-def plan_memory(config: EngineConfig, spec: ModelSpec, available_nbytes: int) -> Capacity:
+def plan_memory(config: EngineConfig, spec: ModelSpec, room: Room) -> Capacity:
     """Resolve every 'auto'. Raises ConfigError with both numbers when the options do not fit the
     model, each other, or the memory that is available."""
+    _check_parking(config, room)
     page, unit = page_nbytes(spec), unit_nbytes(spec)
-    fixed = config.max_concurrency * slot_nbytes(spec) + config.park_mib * MIB
-    affordable_units = max(available_nbytes - fixed, 0) // unit
-    affordable = affordable_units * unit // page
-    max_context = _max_context(config, spec, affordable)
+    longest = min(config.max_context or spec.max_context, spec.max_context)
+    fixed = room.cost(_plan(config, spec, room, max_context=longest))
+    affordable_units = max(room.nbytes - fixed, 0) // unit
+    max_context = _max_context(config, spec, affordable_units * unit // page)
     context_pages = div_ceil(max_context, PAGE_TOKENS)
-    modest = min(AUTO_KV_NBYTES // page, affordable)
-    num_pages = _num_pages(config, context_pages, modest)
+    snapshots = SNAPSHOTS_PER_LANE * config.max_concurrency * div_ceil(room.slot_nbytes, unit)
+    snapshots *= config.prefix_reuse
+    automatic = AUTO_KV_NBYTES // page
+    if room.plentiful:
+        snapshots = min(snapshots, affordable_units // SNAPSHOT_SHARE)
+        automatic = (affordable_units - snapshots) * unit // page
+    automatic = min(automatic, affordable_units * unit // page)
+    num_pages = _num_pages(config, context_pages, automatic)
     num_units = div_ceil(num_pages * page, unit)
-    if config.prefix_reuse:
-        wanted = config.max_concurrency * SNAPSHOTS_PER_LANE * div_ceil(slot_nbytes(spec), unit)
-        num_units += max(0, min(wanted, affordable_units - num_units))
-    nbytes = num_units * unit + fixed
-    if nbytes > available_nbytes:
+    num_units += max(0, min(snapshots, affordable_units - num_units))
+    if room.plentiful and config.prefix_reuse and config.kv_capacity is None:
+        num_units = max(num_units, affordable_units)
+    plan = _plan(config, spec, room, max_context=max_context, num_units=num_units)
+    nbytes = room.cost(plan)
+    if nbytes > room.nbytes:
         raise ConfigError(
-            f"K/V and state need {human_bytes(nbytes)} for max_context {max_context} and "
-            f"max_concurrency {config.max_concurrency}, but {human_bytes(available_nbytes)} is "
+            f"K/V, state and workspace need {human_bytes(nbytes)} for max_context {max_context} "
+            f"and max_concurrency {config.max_concurrency}, but {human_bytes(room.nbytes)} is "
             "available; lower max_context, kv_capacity, park_mib or max_concurrency",
             param="max_context" if config.kv_capacity is None else "kv_capacity",
         )
     geometry = CacheGeometry(
         num_units=num_units,
         page_nbytes=page,
-        state_nbytes=slot_nbytes(spec),
+        state_nbytes=room.slot_nbytes,
         num_slots=config.max_concurrency,
         park_nbytes=config.park_mib * MIB,
         unit_nbytes=unit,
     )
-    plan = MemoryPlan(
-        num_rows=config.max_concurrency,
-        num_units=num_units,
-        unit_nbytes=unit,
-        num_slots=geometry.num_slots,
-        max_columns=max(prefill_chunk(config, max_context), config.max_concurrency),
-        max_pages_per_row=context_pages,
-        num_park_units=geometry.num_host_units,
-    )
     return Capacity(
         plan=plan, geometry=geometry, max_context=max_context, num_pages=num_pages, nbytes=nbytes
     )
+
+
+def _plan(
+    config: EngineConfig, spec: ModelSpec, room: Room, *, max_context: int, num_units: int = 0
+) -> MemoryPlan:
+    """The plan of a context; without units, what the rest costs."""
+    unit = unit_nbytes(spec)
+    parking = CacheGeometry(
+        num_units=0,
+        page_nbytes=page_nbytes(spec),
+        state_nbytes=0,
+        num_slots=0,
+        park_nbytes=config.park_mib * MIB,
+        unit_nbytes=unit,
+    )
+    return MemoryPlan(
+        num_rows=config.max_concurrency,
+        num_units=num_units,
+        unit_nbytes=unit,
+        num_slots=room.slots_per_lane * config.max_concurrency,
+        max_columns=max(prefill_chunk(config, max_context), config.max_concurrency),
+        max_pages_per_row=div_ceil(max_context, PAGE_TOKENS),
+        num_park_units=parking.num_host_units,
+    )
+
+
+def _check_parking(config: EngineConfig, room: Room) -> None:
+    wanted = config.park_mib * MIB
+    if wanted > room.host_nbytes:
+        raise ConfigError(
+            f"park_mib is {config.park_mib}, {human_bytes(wanted)}; "
+            f"{human_bytes(room.host_nbytes)} of host memory are available; lower park_mib",
+            param="park_mib",
+        )
 
 
 def prefill_chunk(config: EngineConfig, max_context: int) -> int:
@@ -128,11 +156,11 @@ def _max_context(config: EngineConfig, spec: ModelSpec, affordable_pages: int) -
     return config.max_context
 
 
-def _num_pages(config: EngineConfig, context_pages: int, modest: int) -> int:
-    """Pages asked for; without a wish enough for all lanes, within what is modest."""
+def _num_pages(config: EngineConfig, context_pages: int, automatic: int) -> int:
+    """Pages asked for; without a wish enough for all lanes, at most `automatic`."""
     least = max(context_pages, config.max_concurrency)
     if config.kv_capacity is None:
-        return max(least, min(modest, config.max_concurrency * context_pages))
+        return max(least, min(automatic, config.max_concurrency * context_pages))
     num_pages = config.kv_capacity // PAGE_TOKENS
     if num_pages < least:
         raise ConfigError(

@@ -29,6 +29,7 @@ import numpy as np
 
 from ginfer.cache import CacheGeometry, PrefixCache
 from ginfer.config import EngineConfig
+from ginfer.cpu.arena import slot_nbytes
 from ginfer.engine import memory
 from ginfer.engine.engine import Engine
 from ginfer.engine.request import Delta, Failed, Finished, Request, SamplingParams, Started
@@ -319,7 +320,7 @@ def measure_cache(size: Size, spec: ModelSpec) -> dict[str, tuple[float, str]]:
     for name, share in (("full", 1.0), ("half", 0.5)):
         pages = div_ceil(int(size.total * share), PAGE_TOKENS)
         states = int(size.agents * memory.SNAPSHOTS_PER_LANE * share)
-        state = memory.slot_nbytes(spec)
+        state = slot_nbytes(spec)
         geometry = CacheGeometry(
             num_units=div_ceil(pages * page, memory.UNIT_NBYTES)
             + states * div_ceil(state, memory.UNIT_NBYTES),

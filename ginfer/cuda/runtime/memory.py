@@ -106,6 +106,11 @@ class Arena:
         """Units of 2 MiB."""
         return self.nbytes // UNIT_NBYTES
 
+    @property
+    def taken_nbytes(self) -> int:
+        """Bytes that the driver gave for it."""
+        return self.nbytes + UNIT_NBYTES
+
     def unit(self, unit_idx: int) -> int:
         """Address of a unit."""
         assert 0 <= unit_idx < self.num_units

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from ginfer.config import EngineConfig
-from ginfer.engine.memory import ledger_line, page_nbytes, plan_memory, slot_nbytes
+from ginfer.cpu.arena import slot_nbytes
+from ginfer.cpu.backend import CpuBackend
+from ginfer.engine.memory import ledger_line, page_nbytes, plan_memory
 from ginfer.errors import ConfigError
 from ginfer.models.qwen import QWEN_27B, QWEN_DEMO
 
@@ -15,7 +17,8 @@ GIB = 1 << 30
 
 
 def plan(spec=QWEN_DEMO.spec, available=64 * GIB, **options):
-    return plan_memory(EngineConfig(package=Path("p"), **options), spec, available)
+    room = CpuBackend(spec).room(0, available)
+    return plan_memory(EngineConfig(package=Path("p"), **options), spec, room)
 
 
 def test_sizes_of_the_27b_model_are_the_documented_ones():
@@ -64,7 +67,7 @@ def test_snapshots_get_what_the_pages_leave():
 def test_parking_space_is_a_part_of_the_plan():
     parking = plan(max_context=4096, park_mib=65)
     assert parking.plan.num_park_units == 32
-    assert parking.nbytes == plan(max_context=4096).nbytes + (65 << 20)
+    assert parking.nbytes == plan(max_context=4096).nbytes + (64 << 20)
     with pytest.raises(ConfigError, match="park_mib"):
         plan(available=GIB, park_mib=1024)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ginfer.config import EngineConfig
+from ginfer.cpu.backend import CpuBackend
 from ginfer.engine.memory import plan_memory
 from ginfer.engine.request import Request, SamplingParams, StopString
 from ginfer.engine.validate import check_request
@@ -17,7 +18,7 @@ from ginfer.prompt import PreparedPrompt
 
 SPEC = QWEN_DEMO.spec
 CONFIG = EngineConfig(package=Path("p"), max_context=1024, kv_capacity=1024)
-CAPACITY = plan_memory(CONFIG, SPEC, 1 << 40)
+CAPACITY = plan_memory(CONFIG, SPEC, CpuBackend(SPEC).room(0, 1 << 40))
 
 
 def prompt(ids=(1, 2, 3), **fields):

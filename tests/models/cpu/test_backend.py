@@ -10,8 +10,9 @@ import pytest
 
 from ginfer.batch import Phase
 from ginfer.cpu import attention, gdn, linear, norm, rope, sampling
+from ginfer.cpu.arena import slot_nbytes
 from ginfer.cpu.backend import CpuBackend
-from ginfer.engine.memory import page_nbytes, slot_nbytes
+from ginfer.engine.memory import page_nbytes
 from ginfer.engine.work_items import work_items
 from ginfer.errors import ArtifactError, ConfigError
 from ginfer.spec import LayerKind
