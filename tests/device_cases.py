@@ -66,9 +66,10 @@ def check_embedding(run, fmt, C):
     values = rng.standard_normal((7, C)).astype(np.float32)
     payload = np.ascontiguousarray(encode(fmt, Layout.ROWS, values)).view(np.uint8).reshape(-1)
     want = decode(fmt, Layout.ROWS, (7, C), payload)
-    ids, y = np.array([3, 0, 6], np.uint32), np.full((3, C), NAN, np.uint16)
-    run(embedding_kernel(fmt.name, run.early), 3, y, ids, payload, C, row_nbytes(fmt, C))
-    assert (y == bf16_bits(want[ids].astype(np.float32))).all()
+    ids, drawn = np.array([3, 0, 6, ~1, ~0], np.int32), np.array([5, 2], np.uint32)
+    item, y = embedding_kernel(fmt.name, run.early), np.full((5, C), NAN, np.uint16)
+    run(item, 5, y, ids, drawn, payload, C, row_nbytes(fmt, C))
+    assert (y == bf16_bits(want[[3, 0, 6, 2, 5]].astype(np.float32))).all()
 
 
 def check_rms_norm(run, T, C):

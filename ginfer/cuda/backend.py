@@ -13,29 +13,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ginfer.backend import Room
-from ginfer.batch import Phase, Selection
+from ginfer.batch import Phase
 from ginfer.cuda.blocks import Blocks
-from ginfer.cuda.frame import Frame, Staged, table_sizes
+from ginfer.cuda.frame import Frame, Staged, table_words
 from ginfer.cuda.runtime.catalog import kernels_of
 from ginfer.cuda.runtime.device import Device
 from ginfer.cuda.runtime.graph import Graph
 from ginfer.cuda.runtime.image import Image, native_capability
-from ginfer.cuda.runtime.memory import Arena, PinnedBuffer, copy_to_host, set_bytes
+from ginfer.cuda.runtime.memory import Arena
 from ginfer.cuda.runtime.queue import Queue
 from ginfer.cuda.runtime.stream import Stream
-from ginfer.cuda.sampling.choose import RESULT_NBYTES
-from ginfer.cuda.sampling.launch import (
-    RESULT,
-    SelectionScratch,
-    SelectionShape,
-    SelectionTables,
-    best_ids,
-    key_values,
-    logprob,
-    scratch_nbytes,
-    select,
-)
+from ginfer.cuda.sampling.selector import Pending, Selector, selector_nbytes
 from ginfer.cuda.slots import Slots, memory_nbytes, slot_nbytes
+from ginfer.cuda.tables import tables_nbytes
 from ginfer.cuda.weights import Model, arena_nbytes, upload
 from ginfer.env import CUDA_GRAPHS
 from ginfer.errors import ConfigError
@@ -48,7 +38,6 @@ if TYPE_CHECKING:
     from ginfer.backend import MemoryPlan, PackedTensor
     from ginfer.batch import ForwardBatch
 
-MAX_TOP = 32  # best ids per row
 MAX_SELECTED = 128  # columns whose logits are wanted at a time
 RESERVE_NBYTES = 1 * GIB  # graphs, kernels and the driver's own pools
 
@@ -60,15 +49,13 @@ def most_selected(plan: MemoryPlan) -> int:
 
 def request_parts(spec: ModelSpec, plan: MemoryPlan) -> dict[str, int]:
     """Bytes of everything that `allocate` takes for a plan."""
-    selected, V = most_selected(plan), spec.num_token_ids
+    selected = most_selected(plan)
+    tables = map(tables_nbytes, table_words(spec, plan, selected).values())
     return {
         **memory_nbytes(spec, plan),
         **Blocks.nbytes(spec, plan, selected),
-        **table_sizes(spec, plan, selected),
-        **scratch_nbytes(selected, V, MAX_TOP),
-        "counts": plan.num_rows * V * 4,
-        "tokens": plan.num_rows * 4,
-        "results": selected * RESULT_NBYTES,
+        "tables": sum(tables),
+        **selector_nbytes(spec, plan, selected),
     }
 
 
@@ -81,7 +68,7 @@ class CudaBackend:
     """One model on one GPU."""
 
     name = "cuda"
-    runs_ahead = False
+    runs_ahead = True
 
     def __init__(self, spec: ModelSpec, *, graphs: bool | None = None) -> None:
         a, g = spec.attention, spec.gdn
@@ -101,7 +88,7 @@ class CudaBackend:
         self._model: Model | None = None
         self._memory: Arena | None = None
         self._graphs: dict[int, Graph] = {}
-        self._replayed, self._staged = False, Staged(0, 0, 0)
+        self._replayed = False
 
     def _taken(self) -> int:
         """Device memory that is gone since the start, whoever took it."""
@@ -135,29 +122,25 @@ class CudaBackend:
         """Take and zero all memory, then capture the graphs of decode rounds."""
         assert self._model is not None, "load comes first"
         self._device.use()
-        spec, V = self._spec, self._spec.num_token_ids
-        self._selected = most_selected(plan)
-        tables = table_sizes(spec, plan, self._selected)
-        select_nbytes = scratch_nbytes(self._selected, V, MAX_TOP)
+        spec, selected, queue = self._spec, most_selected(plan), self._queue
+        self._num_lanes = plan.num_rows
         parts = request_parts(spec, plan)
         self._memory = memory = Arena(parts_nbytes(parts), "memory of requests")
-        self._slots = Slots(spec, plan, memory, self._queue.stream)
-        self._frame = Frame(spec, plan, memory, sizes=tables, queue=self._queue)
+        self._slots = Slots(spec, plan, memory, queue.stream)
+        words = table_words(spec, plan, selected)
+        self._frame = Frame(spec, plan, memory, words=words, queue=queue)
+        self._selector = Selector(spec, plan, memory, selected=selected, queue=queue)
         sms = self._device.info.num_sms
-        self._blocks = Blocks(spec, plan, self._model, queue=self._queue, num_sms=sms)
-        self._blocks.allocate(memory, self._frame, self._slots, selected=self._selected)
-        taken = {name: memory.take(n, "selection") for name, n in select_nbytes.items()}
-        self._scratch = SelectionScratch(**taken)
-        self._counts = memory.take(parts["counts"], "counts")
-        self._tokens = memory.take(parts["tokens"], "selection")
-        self._results = memory.take(parts["results"], "selection")
-        set_bytes(self._counts, 0, self._queue.stream)
-        self._answers = PinnedBuffer(self._selected * (RESULT_NBYTES + MAX_TOP * 8))
-        self._queue.stream.synchronize()
+        self._blocks = Blocks(spec, plan, self._model, queue=queue, num_sms=sms)
+        tables = (self._frame, self._selector.tokens)
+        self._blocks.allocate(memory, tables, self._slots, selected=selected)
+        queue.stream.synchronize()
         before = self._taken()
         if self._wants_graphs:
             for B in range(1, plan.num_rows + 1):
                 self._capture(B)
+            self._selector.capture(self._blocks.logits)
+            queue.stream.synchronize()
         self._graphs_nbytes = self._taken() - before
 
     def _capture(self, B: int) -> None:
@@ -169,7 +152,7 @@ class CudaBackend:
             for i in range(len(self._spec.layers)):
                 self._mixer(i, staged, Phase.DECODE)
                 self._blocks.mlp(i, staged, Phase.DECODE)
-            self._blocks.head(B)
+            self._blocks.head(staged, B)
 
         self._graphs[B] = Graph(self._queue.stream, work, name=f"decode round of {B}")
 
@@ -193,17 +176,15 @@ class CudaBackend:
         logits."""
         self._device.use()
         ids = batch.token_ids
-        assert ids.min(initial=0) >= 0
+        assert ids.min(initial=0) >= -self._num_lanes
         assert ids.max(initial=0) < self._spec.vocab_size  # kernels do not check
-        self._staged = self._frame.fill(batch)
-        if batch.selection is not None:
-            self._frame.fill_columns(batch.selection)
+        staged = self._frame.fill(batch)
         self._replayed = self._is_round(batch)
         if self._replayed:
             self._graphs[batch.num_rows].replay()
         else:
-            self._blocks.embed(self._staged, batch.phase)
-        return self._staged
+            self._blocks.embed(staged, batch.phase)
+        return staged
 
     def attention_block(self, hidden: Staged, layer_idx: int, batch: ForwardBatch) -> None:
         """hidden += attention(norm(hidden)); appends the columns' K and V first."""
@@ -220,71 +201,18 @@ class CudaBackend:
         if not self._replayed:
             self._blocks.mlp(layer_idx, hidden, batch.phase)
 
-    def select(self, hidden: Staged, batch: ForwardBatch) -> Selection:
+    def select(self, hidden: Staged, batch: ForwardBatch) -> Pending:
         """Final norm, head and selection of the wanted columns; counts the chosen tokens."""
         s = batch.selection
         assert s is not None
-        R, num_top = len(s.columns), max(s.num_top, 0)
-        assert self._selected >= R
-        assert num_top <= MAX_TOP
-        assert s.forced.max(initial=-1) < self._spec.num_token_ids
         if not self._replayed:
-            self._blocks.head(R)
-        self._frame.fill_selection(s)
-        at = self._frame.address
-        tables = SelectionTables(
-            draws=at("draws"),
-            mask=0 if s.mask is None else at("mask"),
-            bias_ids=at("bias_ids"),
-            bias_values=at("bias_values"),
-            counts=self._counts.address,
-            results=self._results.address,
-            tokens=self._tokens.address,
-        )
-        select(
-            self._queue,
-            self._blocks.logits,
-            tables=tables,
-            scratch=self._scratch,
-            shape=SelectionShape(R, self._spec.num_token_ids, self._spec.vocab_size * 4, num_top),
-        )
-        return self._read(R, num_top)
-
-    def _read(self, R: int, num_top: int) -> Selection:
-        """Wait for the results, and turn keys and masses into log-probabilities."""
-        host, stream = self._answers, self._queue.stream
-        results_nbytes, top_nbytes = R * RESULT_NBYTES, R * num_top * 8
-        copy_to_host(host.host, self._results.address, results_nbytes, stream=stream)
-        if num_top:
-            to = host.host + results_nbytes
-            copy_to_host(to, self._scratch.top.address, top_nbytes, stream=stream)
-        stream.synchronize()
-        results = host.bytes[:results_nbytes].view(RESULT)
-        top = host.bytes[results_nbytes : results_nbytes + top_nbytes].view(np.uint64)
-        best, sound = key_values(results["best"]), results["sound"] != 0
-        logprobs = np.full(R, np.nan, np.float32)
-        top_ids = np.full((R, num_top), -1, np.int32)
-        top_logprobs = np.full((R, num_top), -np.inf, np.float32)
-        for r in np.flatnonzero(sound):
-            mass = int(results["mass"][r])
-            logprobs[r] = logprob(results["logit"][r], best[r], mass)
-            ids, values = best_ids(top.reshape(R, num_top)[r])
-            top_ids[r, : len(ids)] = ids
-            top_logprobs[r, : len(ids)] = [logprob(v, best[r], mass) for v in values]
-        return Selection(
-            token_ids=results["token"].copy(),
-            logprobs=logprobs,
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            finite=sound,
-        )
+            self._blocks.head(hidden, len(s.columns))
+        return self._selector.select(self._blocks.logits, s)
 
     def reset_rows(self, rows: Sequence[int]) -> None:
         """Zero the token counts of lanes."""
         self._device.use()
-        nbytes = self._spec.num_token_ids * 4
-        for row in rows:
-            set_bytes(self._counts.part(row * nbytes, nbytes), 0, self._queue.stream)
+        self._selector.reset(rows)
 
     def clear_slot(self, slot: int) -> None:
         """Zero a recurrent slot."""
@@ -367,7 +295,7 @@ class CudaBackend:
             self._queue.stream.synchronize()
             self._frame.close()
             self._slots.close()
-            self._answers.close()
+            self._selector.close()
             self._memory.close()
             self._memory = None
         if self._model is not None:

@@ -113,10 +113,14 @@ class Blocks:
             "maps": MAPS_NBYTES,
         }
 
-    def allocate(self, memory: Arena, frame: Frame, slots: Slots, *, selected: int) -> None:
-        """Take the buffers and zero them."""
+    def allocate(
+        self, memory: Arena, tables: tuple[Frame, int], slots: Slots, *, selected: int
+    ) -> None:
+        """Take the buffers and zero them. tables: those of batches, and the address of the id that
+        each lane drew last."""
         spec, a, g = self._spec, self._spec.attention, self._spec.gdn
-        self._frame, self._slots = frame, slots
+        (self._frame, self._tokens), self._slots = tables, slots
+        decode = self._frame.tables[Phase.DECODE]
         sizes = self.nbytes(spec, self._plan, selected)
         parts = {name: memory.take(n, name, alignment=1024) for name, n in sizes.items()}
         for part in parts.values():
@@ -142,7 +146,7 @@ class Blocks:
         self.logits = at["logits"]
         self._slices = DecodeScratch(workspace=at["slices"], counters=at["counters"])
         self._attention_scratch = AttentionScratch(
-            *(at["partials"], at["stats"]), *map(frame.address, ("items", "lists", "first"))
+            at["partials"], at["stats"], decode["items"], decode["lists"], decode["first"]
         )
 
     def _inputs(
@@ -202,19 +206,20 @@ class Blocks:
         """hidden = embedding rows."""
         e, b = self._model.embedding, self._buffers
         table, shape = (e.address, e.fmt, e.stride), (staged.T, self._spec.hidden_size)
-        embedding(self._queue, b.hidden, self._frame.address("ids"), table=table, shape=shape)
+        ids = (staged.tables["ids"], self._tokens)
+        embedding(self._queue, b.hidden, ids, table=table, shape=shape)
 
     def attention(self, layer_idx: int, staged: Staged, phase: Phase) -> None:
         """hidden += attention(norm(hidden))."""
         w, b, a, T = self._model.layers[layer_idx], self._buffers, self._spec.attention, staged.T
         assert w.heads is not None
         kv = (self._slots.units.address, self._index[layer_idx], self._slots.pages)
-        columns, queue = self._frame.columns, self._queue
+        columns, queue = self._frame.columns(staged.tables), self._queue
         self._norm(w.input_norm, T, phase)
         self._linear(b.inner, b.normed, w.inner, epilogue=Epilogue.STORE_BF16, T=T, phase=phase)
         append(queue, b.inner, kv, T=T, columns=columns, norms=(w.heads, a.num_q_heads))
         if phase is Phase.PREFILL:
-            queries = self._frame.address("queries")
+            queries = staged.tables["queries"]
             items = PrefillAttention(queries, staged.num_queries, a.num_q_heads, a.scale)
             attention_prefill(
                 queue, b.attended.address, b.inner, kv=kv, columns=columns, shape=items
@@ -238,7 +243,7 @@ class Blocks:
         """hidden += gated_deltanet(norm(hidden))."""
         w, b, g, T = self._model.layers[layer_idx], self._buffers, self._spec.gdn, staged.T
         assert w.a_b is not None
-        rows, index, W = self._frame.rows(staged), self._index[layer_idx], w.inner.N
+        rows, index, W = staged.rows, self._index[layer_idx], w.inner.N
         self._norm(w.input_norm, T, phase)
         self._linear(b.inner, b.normed, w.inner, epilogue=Epilogue.STORE_BF16, T=T, phase=phase)
         self._linear(b.ab, b.normed, w.a_b, epilogue=Epilogue.STORE_F32, T=T, phase=phase)
@@ -267,10 +272,10 @@ class Blocks:
         self._linear(to, b.normed, w.gate_up, epilogue=Epilogue.SILU_UP, T=T, phase=phase)
         self._add(b.mlp, w.down, T, phase)
 
-    def head(self, R: int) -> None:
-        """Logits of the columns that the frame's table names."""
+    def head(self, staged: Staged, R: int) -> None:
+        """Logits of the columns that the batch wants."""
         b, C, phase = self._buffers, self._spec.hidden_size, Phase.DECODE
-        columns = self._frame.address("columns")
+        columns = staged.tables["columns"]
         how = RowNorm(self._spec.norm_eps, self._fragments(phase), columns)
         to = b.selected.address
         rms_norm(self._queue, to, b.hidden, self._model.final_norm, shape=(R, C), how=how)

@@ -1,4 +1,5 @@
-"""Embedding rows: y[t] = row ids[t] of a `rows-v1` table, rounded to BF16.
+"""Embedding rows: y[t] = row ids[t] of a `rows-v1` table, rounded to BF16. A negative id ~l stands
+for the id that lane l drew last.
 
 Legend: T tokens, C columns (a multiple of 32). Oracle: the format's decoder.
 """
@@ -30,9 +31,10 @@ FORMATS = ("W8G32_F16S", "BF16")
 THREADS = 128
 
 
-@kernel(*(int64,) * 3, *(uint32,) * 2)
+@kernel(*(int64,) * 4, *(uint32,) * 2)
 def embedding_kernel(fmt: str, early: int):  # type: ignore[no-untyped-def]
-    """Arguments y, ids, table, C, bytes of a row. A block copies one row, 8 columns at a time."""
+    """Arguments y, ids, tokens [lanes], table, C, bytes of a row. A block copies one row, 8 columns
+    at a time."""
     start, plain = follow(early), fmt == "BF16"
 
     @cuda.jit(device=True, inline="always")
@@ -44,10 +46,13 @@ def embedding_kernel(fmt: str, early: int):  # type: ignore[no-untyped-def]
         return pack_bf16((float32(low) - bias) * scale, (float32(high) - bias) * scale)
 
     @cuda.jit(fastmath=True, launch_bounds=THREADS)
-    def embedding(y, ids, table, C, stride):
+    def embedding(y, ids, tokens, table, C, stride):
         start()
         token = uint32(cuda.blockIdx.x)
-        row = table + int64(ld_global_u32(row_of_32(ids, token))) * int64(stride)
+        name = ld_global_u32(row_of_32(ids, token))
+        if name >= uint32(0x80000000):
+            name = ld_global_u32(row_of_32(tokens, uint32(~name)))
+        row = table + int64(name) * int64(stride)
         c = uint32(uint32(cuda.threadIdx.x) * uint32(8))
         while c < C:
             to = y + (int64(token) * int64(C) + int64(c)) * 2
@@ -77,10 +82,15 @@ def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
 
 
 def embedding(
-    queue: Queue, y: int, ids: int, *, table: tuple[int, str, int], shape: tuple[int, int]
+    queue: Queue,
+    y: int,
+    ids: tuple[int, int],
+    *,
+    table: tuple[int, str, int],
+    shape: tuple[int, int],
 ) -> None:
-    """y [T, C] BF16 = rows ids [T] u32 of a table: its address, format, bytes of a row. shape:
-    (T, C)."""
+    """y [T, C] BF16 = rows ids of a table: its address, format, bytes of a row. ids: addresses of
+    those of the batch [T] i32 and of what the lanes drew last, u32. shape: (T, C)."""
     address, fmt, stride = table
     item = embedding_kernel(fmt, queue.early)
-    queue.launch(item, (shape[0],), y, ids, address, shape[1], stride)
+    queue.launch(item, (shape[0],), y, *ids, address, shape[1], stride)

@@ -1,8 +1,4 @@
-"""Frame: the tables of a forward at fixed device addresses, filled from a batch.
-
-Kernels and captured graphs keep the addresses; a batch only changes what lies there. A table is
-copied from pinned memory as far as the batch fills it.
-"""
+"""Frame: the tables of a forward at fixed device addresses, filled from a batch."""
 
 from __future__ import annotations
 
@@ -18,22 +14,19 @@ from ginfer.cuda.attention.decode import BLOCK_TILES
 from ginfer.cuda.attention.decode_launch import SMALL, WorkItems, large_tiles, work_items
 from ginfer.cuda.attention.prefill import form_of
 from ginfer.cuda.gdn.conv import Rows
-from ginfer.cuda.runtime.memory import PinnedBuffer, Slice, copy_to_device
-from ginfer.cuda.runtime.stream import Event
-from ginfer.cuda.sampling.launch import DRAW, draw_records
-from ginfer.sizes import align_up, div_ceil
+from ginfer.cuda.tables import Tables
+from ginfer.sizes import div_ceil
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ginfer.backend import MemoryPlan
-    from ginfer.batch import ForwardBatch, SelectionBatch
+    from ginfer.batch import ForwardBatch
     from ginfer.cuda.runtime.memory import Arena
     from ginfer.cuda.runtime.queue import Queue
     from ginfer.spec import ModelSpec
 
-ALIGNMENT = 256
-MAX_BIAS = 1024  # entries per row
+MAX_DECODE_COLUMNS = 128
 LEAST_QUERIES = 32  # columns of a work item of prefill attention
 
 
@@ -53,44 +46,62 @@ def most_partials(plan: MemoryPlan) -> int:
     return plan.num_rows * div_ceil(plan.max_pages_per_row, BLOCK_TILES)
 
 
-def table_sizes(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[str, int]:
-    """Bytes of each table at most."""
-    T, B, P = plan.max_columns, plan.num_rows, plan.max_pages_per_row
-    blocks = most_partials(plan)
-    words = {
-        **dict.fromkeys(("ids", "row", "token"), T),
-        "indptr": B + 1,
-        "state_in": B,
-        "state_out": B,
-        "rope": T * spec.attention.rotary_dim,
-        "pages": B * P,
-        "items": 1 + 3 * blocks,
-        "lists": blocks * B,
-        "first": T + 1,
-        "queries": 2 * (div_ceil(T, LEAST_QUERIES) + B),
-        "columns": selected,
-        "draws": selected * DRAW.itemsize // 4,
-        "mask": selected * div_ceil(spec.num_token_ids, 32),
-        "bias_ids": selected * MAX_BIAS + 1,
-        "bias_values": selected * MAX_BIAS + 1,
+def table_words(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[Phase, dict[str, int]]:
+    """Words of each table at most; `selected`: most columns whose logits are wanted at a time."""
+    B, P, blocks = plan.num_rows, plan.max_pages_per_row, most_partials(plan)
+
+    def of_columns(T: int) -> dict[str, int]:
+        return {
+            **dict.fromkeys(("ids", "row", "token"), T),
+            "indptr": B + 1,
+            "state_in": B,
+            "state_out": B,
+            "columns": selected,
+            "rope": T * spec.attention.rotary_dim,
+            "pages": B * P,
+        }
+
+    T = plan.max_columns
+    decode = {"items": 1 + 3 * blocks, "lists": blocks * B, "first": decode_columns(plan) + 1}
+    return {
+        Phase.PREFILL: {**of_columns(T), "queries": 2 * (div_ceil(T, LEAST_QUERIES) + B)},
+        Phase.DECODE: {**of_columns(decode_columns(plan)), **decode},
     }
-    return {name: align_up(n * 4, ALIGNMENT) for name, n in words.items()}
 
 
-@dataclass
+def decode_columns(plan: MemoryPlan) -> int:
+    """Most columns of a decode batch."""
+    return min(plan.max_columns, MAX_DECODE_COLUMNS)
+
+
+@dataclass(frozen=True)
 class Staged:
-    """What the host knows of the batch in the frame: columns, rows, the longest row, query items,
+    """What the host knows of a batch, and its tables: columns, rows, the longest row, query items,
     tiles of 16 rows of a decode item."""
 
+    tables: Tables
     T: int
     B: int
     longest: int
     num_queries: int = 0
     tiles: int = SMALL
 
+    @property
+    def rows(self) -> Rows:
+        """Tables of GDN."""
+        at = self.tables
+        return Rows(
+            indptr=at["indptr"],
+            state_in=at["state_in"],
+            state_out=at["state_out"],
+            B=self.B,
+            longest=self.longest,
+        )
+
 
 class Frame:
-    """Tables of one forward."""
+    """Tables of one forward, in two sets: those of prefill and those of decode rounds, which are
+    short and lie close together."""
 
     def __init__(
         self,
@@ -98,93 +109,62 @@ class Frame:
         plan: MemoryPlan,
         memory: Arena,
         *,
-        sizes: dict[str, int],
+        words: dict[Phase, dict[str, int]],
         queue: Queue,
     ) -> None:
-        self._spec, self._plan, self._stream = spec, plan, queue.stream
+        self._spec, self._plan = spec, plan
         self._tiles = large_tiles(queue.image.capability)
         self._queries = 16 * form_of(queue.image.capability)[0]
-        total = sum(sizes.values())
-        device = memory.take(total, "tables")
-        self._host = PinnedBuffer(total)
-        self._copied = Event()
-        self._tables: dict[str, tuple[Slice, int]] = {}
-        at = 0
-        for name, nbytes in sizes.items():
-            self._tables[name] = (device.part(at, nbytes), at)
-            at += nbytes
+        self.tables = {phase: Tables(sizes, memory, queue.stream) for phase, sizes in words.items()}
         self._axes, self._frequencies = rope_frequencies(spec)
 
-    def address(self, name: str) -> int:
-        """Device address of a table."""
-        return self._tables[name][0].address
-
-    @property
-    def columns(self) -> Columns:
+    def columns(self, tables: Tables) -> Columns:
         """Tables of attention."""
         return Columns(
-            row=self.address("row"),
-            token=self.address("token"),
-            pages=self.address("pages"),
-            rope=self.address("rope"),
+            row=tables["row"],
+            token=tables["token"],
+            pages=tables["pages"],
+            rope=tables["rope"],
             P=self._plan.max_pages_per_row,
         )
 
-    def rows(self, staged: Staged) -> Rows:
-        """Tables of GDN."""
-        return Rows(
-            indptr=self.address("indptr"),
-            state_in=self.address("state_in"),
-            state_out=self.address("state_out"),
-            B=staged.B,
-            longest=staged.longest,
-        )
-
-    def wait(self) -> None:
-        """Until the device has read what was filled last, so that it may be overwritten."""
-        self._copied.synchronize()
-
-    def _fill(self, name: str, values: NDArray[Any]) -> None:
-        part, at = self._tables[name]
-        raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        assert raw.nbytes <= part.nbytes, name
-        if raw.nbytes:
-            self._host.bytes[at : at + raw.nbytes] = raw
-            copy_to_device(part.address, self._host.host + at, raw.nbytes, stream=self._stream)
-
     def fill(self, batch: ForwardBatch) -> Staged:
-        """Copy the tables of a batch; waits for the copies of the batch before."""
-        self.wait()
-        T, B = batch.num_columns, batch.num_rows
+        """Send the tables of a batch, the columns whose logits it wants among them."""
+        tables, T, B = self.tables[batch.phase], batch.num_columns, batch.num_rows
         lengths = np.diff(batch.row_indptr)
         row = np.repeat(np.arange(B, dtype=np.int32), lengths)
         token = (np.arange(T) - batch.row_indptr[:-1][row] + batch.starts[row]).astype(np.int32)
-        pages = np.zeros((B, self._plan.max_pages_per_row), np.int32)
+        tables.begin()
+        for name, values in (
+            ("ids", batch.token_ids),
+            ("row", row),
+            ("token", token),
+            ("indptr", batch.row_indptr),
+            ("state_in", batch.state_in),
+            ("state_out", batch.state_out),
+        ):
+            tables.fill(name, values.astype(np.int32, copy=False))
+        tables.fill("rope", self._rope(batch.positions))
+        P = self._plan.max_pages_per_row
+        pages = tables.words("pages", B * P).reshape(B, P)
         pages[:, : batch.page_table.shape[1]] = batch.page_table
-        staged = Staged(T, B, int(lengths.max(initial=0)))
-        tables: dict[str, NDArray[Any]] = {
-            "ids": batch.token_ids.astype(np.int32),
-            "row": row,
-            "token": token,
-            "indptr": batch.row_indptr.astype(np.int32),
-            "state_in": batch.state_in.astype(np.int32),
-            "state_out": batch.state_out.astype(np.int32),
-            "rope": self._rope(batch.positions),
-            "pages": pages,
-        }
+        if batch.selection is not None:
+            tables.fill("columns", batch.selection.columns.astype(np.int32, copy=False))
+        tiles, num_queries = SMALL, 0
         if batch.phase is Phase.DECODE:
-            staged.tiles = self._tiles if B > 1 or T > 1 else SMALL
-            items = self._items(batch, row, token, staged.tiles)
+            tiles = self._tiles if B > 1 or T > 1 else SMALL
+            items = self._items(batch, row, token, tiles)
             assert items.first[-1] <= most_partials(self._plan), "more columns than rows"
-            tables["items"] = np.append(np.int32(len(items.items)), items.items.reshape(-1))
-            tables["lists"], tables["first"] = items.lists, items.first
+            count = np.int32(len(items.items))
+            tables.fill("items", np.append(count, items.items.reshape(-1)))
+            tables.fill("lists", items.lists)
+            tables.fill("first", items.first)
         else:
             queries = _query_items(batch.row_indptr, token, self._queries)
-            staged.num_queries, tables["queries"] = len(queries), queries
-        for name, values in tables.items():
-            self._fill(name, values)
-        self._copied.record(self._stream)
-        return staged
+            num_queries = len(queries)
+            tables.fill("queries", queries)
+        tables.send()
+        return Staged(tables, T, B, int(lengths.max(initial=0)), num_queries, tiles)
 
     def _rope(self, positions: NDArray[np.int32]) -> NDArray[np.float32]:
         """Cosines, then sines, of each column; the angles in float64."""
@@ -202,29 +182,13 @@ class Frame:
 
     def decode_round(self, B: int) -> Staged:
         """What `fill` returns for a decode batch of B rows of one column."""
-        return Staged(B, B, 1, tiles=self._tiles if B > 1 else SMALL)
-
-    def fill_columns(self, s: SelectionBatch) -> None:
-        """Copy the columns whose logits are wanted."""
-        self._fill("columns", s.columns.astype(np.int32))
-        self._copied.record(self._stream)
-
-    def fill_selection(self, s: SelectionBatch) -> None:
-        """Copy the tables of a selection; waits for a mask that is still being computed."""
-        self.wait()
-        self._fill("draws", draw_records(s))
-        self._fill("bias_ids", s.bias_ids.astype(np.int32))
-        self._fill("bias_values", s.bias_values.astype(np.float32))
-        if s.mask is not None:
-            words = div_ceil(self._spec.num_token_ids, 32)
-            self._fill("mask", np.asarray(s.mask)[:, :words])
-        self._copied.record(self._stream)
+        tables = self.tables[Phase.DECODE]
+        return Staged(tables, B, B, 1, tiles=self._tiles if B > 1 else SMALL)
 
     def close(self) -> None:
         """Free the pinned memory."""
-        self.wait()
-        self._copied.close()
-        self._host.close()
+        for tables in self.tables.values():
+            tables.close()
 
 
 def expand_items(items: Any, token: NDArray[np.int32], *, group: int) -> WorkItems:

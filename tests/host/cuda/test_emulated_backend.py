@@ -104,6 +104,7 @@ def test_prompts_and_rounds_equal_the_cpu_image_within_bf16(pair):
     batches = (
         batch(Phase.PREFILL, [5, 9, 200, 31], [4], [0], pages[:1]),
         batch(Phase.DECODE, [17, 40], [1, 1], [4, 0], pages),
+        batch(Phase.DECODE, [~1, ~0], [1, 1], [5, 1], pages),
     )
     for one in batches:
         want, got = (run(spec, image, one) for image in images)

@@ -1,0 +1,213 @@
+"""Selector: selections as graphs, their tables, and their results on the way to the host.
+
+A selection without best ids is a graph, one per number of rows with a mask and one without,
+captured at start; others are launched one by one. Results are copied to pinned memory behind it;
+two of them may be on their way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ginfer.batch import Selection
+from ginfer.cuda.runtime.graph import Graph
+from ginfer.cuda.runtime.memory import PinnedBuffer, copy_to_host, set_bytes
+from ginfer.cuda.runtime.stream import Event
+from ginfer.cuda.sampling.choose import RESULT_NBYTES
+from ginfer.cuda.sampling.launch import (
+    DRAW,
+    RESULT,
+    SelectionScratch,
+    SelectionShape,
+    SelectionTables,
+    best_ids,
+    draw_records,
+    key_values,
+    logprob,
+    scratch_nbytes,
+    select,
+)
+from ginfer.cuda.tables import Tables, tables_nbytes
+from ginfer.sizes import div_ceil
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ginfer.backend import MemoryPlan
+    from ginfer.batch import SelectionBatch
+    from ginfer.cuda.runtime.memory import Arena
+    from ginfer.cuda.runtime.queue import Queue
+    from ginfer.spec import ModelSpec
+
+MAX_TOP = 32  # best ids per row
+MAX_BIAS = 1024  # entries per row
+
+
+def _table_words(V: int, selected: int) -> dict[str, int]:
+    return {
+        "draws": selected * DRAW.itemsize // 4,
+        "bias_ids": selected * MAX_BIAS + 1,
+        "bias_values": selected * MAX_BIAS + 1,
+        "mask": selected * div_ceil(V, 32),
+    }
+
+
+def selector_nbytes(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[str, int]:
+    """Bytes on the device, by use."""
+    V = spec.num_token_ids
+    return {
+        **scratch_nbytes(selected, V, MAX_TOP),
+        "draw tables": tables_nbytes(_table_words(V, selected)),
+        "counts": plan.num_rows * V * 4,
+        "tokens": plan.num_rows * 4,
+        "results": selected * RESULT_NBYTES,
+    }
+
+
+class Pending:
+    """Implements `PendingSelection`: results that a copy brings to pinned memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._host, self._event = PinnedBuffer(nbytes), Event()
+        self._shape = (0, 0)
+
+    def order(self, results: int, top: int, *, shape: tuple[int, int], queue: Queue) -> None:
+        """Copy R results and R rows of num_top best ids, shape (R, num_top)."""
+        R, num_top = self._shape = shape
+        self._event.synchronize()
+        copy_to_host(self._host.host, results, R * RESULT_NBYTES, stream=queue.stream)
+        if num_top:
+            to = self._host.host + R * RESULT_NBYTES
+            copy_to_host(to, top, R * num_top * 8, stream=queue.stream)
+        self._event.record(queue.stream)
+
+    def read(self) -> Selection:
+        """Wait for the results, and turn keys and masses into log-probabilities."""
+        self._event.synchronize()
+        R, num_top = self._shape
+        results = self._host.bytes[: R * RESULT_NBYTES].view(RESULT)
+        top = self._host.bytes[R * RESULT_NBYTES :][: R * num_top * 8].view(np.uint64)
+        best, sound = key_values(results["best"]), results["sound"] != 0
+        logprobs = np.full(R, np.nan, np.float32)
+        top_ids = np.full((R, num_top), -1, np.int32)
+        top_logprobs = np.full((R, num_top), -np.inf, np.float32)
+        for r in np.flatnonzero(sound).tolist():
+            mass = int(results["mass"][r])
+            logprobs[r] = logprob(results["logit"][r], best[r], mass)
+            if num_top:
+                ids, values = best_ids(top.reshape(R, num_top)[r])
+                top_ids[r, : len(ids)] = ids
+                top_logprobs[r, : len(ids)] = [logprob(v, best[r], mass) for v in values]
+        return Selection(
+            token_ids=results["token"].copy(),
+            logprobs=logprobs,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
+            finite=sound,
+        )
+
+    def close(self) -> None:
+        """Free the pinned memory once the copy is done."""
+        self._event.synchronize()
+        self._event.close()
+        self._host.close()
+
+
+class Selector:
+    """Selections over the rows of one buffer of logits."""
+
+    def __init__(
+        self, spec: ModelSpec, plan: MemoryPlan, memory: Arena, *, selected: int, queue: Queue
+    ) -> None:
+        self._queue, self._selected, self._lanes = queue, selected, plan.num_rows
+        self._V, self._logits_nbytes = spec.num_token_ids, spec.vocab_size * 4
+        sizes = selector_nbytes(spec, plan, selected)
+        scratch = scratch_nbytes(selected, self._V, MAX_TOP)
+        taken = {name: memory.take(n, "selection") for name, n in scratch.items()}
+        self._scratch = SelectionScratch(**taken)
+        self._tables = Tables(_table_words(self._V, selected), memory, queue.stream)
+        self._counts = memory.take(sizes["counts"], "counts")
+        self._tokens = memory.take(sizes["tokens"], "selection")
+        self._results = memory.take(sizes["results"], "selection")
+        for part in (self._counts, self._tokens):
+            set_bytes(part, 0, queue.stream)
+        nbytes = selected * (RESULT_NBYTES + MAX_TOP * 8)
+        self._answers = (Pending(nbytes), Pending(nbytes))
+        self._graphs: dict[tuple[int, bool], Graph] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Address of the id that each lane drew last, u32."""
+        return self._tokens.address
+
+    def capture(self, logits: int) -> None:
+        """The graphs of every number of lanes, with a mask and without."""
+        for R in range(1, self._lanes + 1):
+            for masked in (False, True):
+
+                def work(R: int = R, masked: bool = masked) -> None:
+                    self._launch(logits, R, masked=masked, num_top=0)
+
+                name = f"selection of {R}{' masked' if masked else ''}"
+                self._graphs[R, masked] = Graph(self._queue.stream, work, name=name)
+
+    def _launch(self, logits: int, R: int, *, masked: bool, num_top: int) -> None:
+        at = self._tables
+        tables = SelectionTables(
+            draws=at["draws"],
+            mask=at["mask"] if masked else 0,
+            bias_ids=at["bias_ids"],
+            bias_values=at["bias_values"],
+            counts=self._counts.address,
+            results=self._results.address,
+            tokens=self._tokens.address,
+        )
+        shape = SelectionShape(R, self._V, self._logits_nbytes, num_top)
+        select(self._queue, logits, tables=tables, scratch=self._scratch, shape=shape)
+
+    def select(self, logits: int, s: SelectionBatch) -> Pending:
+        """Choose one id for each of R rows of logits, [R] FP32; waits for a mask that is still
+        being computed."""
+        R, num_top, masked = len(s.columns), max(s.num_top, 0), s.mask is not None
+        assert self._selected >= R
+        assert num_top <= MAX_TOP
+        assert s.forced.max(initial=-1) < self._V
+        self._fill(s)
+        graph = self._graphs.get((R, masked)) if num_top == 0 else None
+        if graph is None:
+            self._launch(logits, R, masked=masked, num_top=num_top)
+        else:
+            graph.replay()
+        pending, other = self._answers
+        self._answers = (other, pending)
+        top = self._scratch.top.address
+        pending.order(self._results.address, top, shape=(R, num_top), queue=self._queue)
+        return pending
+
+    def _fill(self, s: SelectionBatch) -> None:
+        self._tables.begin()
+        self._tables.fill("draws", draw_records(s).view(np.int32))
+        if len(s.bias_ids):
+            self._tables.fill("bias_ids", s.bias_ids.astype(np.int32, copy=False))
+            self._tables.fill("bias_values", s.bias_values.astype(np.float32, copy=False))
+        if s.mask is not None:
+            words = np.asarray(s.mask)[:, : div_ceil(self._V, 32)]
+            self._tables.fill("mask", words)
+        self._tables.send()
+
+    def reset(self, lanes: Sequence[int]) -> None:
+        """Zero the counts of lanes."""
+        nbytes = self._V * 4
+        for lane in lanes:
+            set_bytes(self._counts.part(lane * nbytes, nbytes), 0, self._queue.stream)
+
+    def close(self) -> None:
+        """Free graphs and pinned memory."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs = {}
+        self._tables.close()
+        for pending in self._answers:
+            pending.close()
