@@ -203,10 +203,11 @@ def operand_loader(fmt, paired):
 
 
 def row_writer(tile_n, row_bytes, put, put_one):
-    """Device function: staged BF16 results of 64 rows of W to y by 128 threads.
+    """Device function write(y, staged, thread, row, token, T, N, add): staged BF16 results of 64
+    rows of W to y by 128 threads.
 
-    row_bytes: of a staged token. put(to, w0, w1, w2, w3) takes eight results to y, put_one(to,
-    bits) one.
+    row_bytes: of a staged token. put(to, w0, w1, w2, w3, add) takes eight results to y,
+    put_one(to, bits, add) one; add: whether to what is there.
     """
     chunks = row_bytes // 16
     shift, mask = (3, 7) if chunks == 8 else (2, 3)
@@ -214,16 +215,16 @@ def row_writer(tile_n, row_bytes, put, put_one):
     passes, pass_bytes = -(-tile_n // per_pass), per_pass * row_bytes
 
     @cuda.jit(device=True, inline="always")
-    def put_some(to, words, n):
+    def put_some(to, words, n, add):
         """The first n of eight results, for rows of y that 16-byte stores cannot reach."""
         for i in range(4):
             if uint32(2 * i) < n:
-                put_one(to + 4 * i, u16_low(words[i]))
+                put_one(to + 4 * i, u16_low(words[i]), add)
             if uint32(2 * i + 1) < n:
-                put_one(to + 4 * i + 2, u16_high(words[i]))
+                put_one(to + 4 * i + 2, u16_high(words[i]), add)
 
     @cuda.jit(device=True, inline="always")
-    def write(y, staged, thread, row, token, T, N):
+    def write(y, staged, thread, row, token, T, N, add):
         chunk, local = uint32(thread & uint32(mask)), uint32(thread >> uint32(shift))
         first = uint32(row + chunk * uint32(8))
         swizzled = uint32(chunk ^ ((local >> uint32(skew)) & uint32(mask)))
@@ -234,12 +235,28 @@ def row_writer(tile_n, row_bytes, put, put_one):
             if uint32(local + uint32(i * per_pass)) < end:
                 words = ld_shared_u32x4(uint32(source + uint32(i * pass_bytes)))
                 if N & uint32(7):
-                    put_some(to, words, uint32(N - first))
+                    put_some(to, words, uint32(N - first), add)
                 else:
-                    put(to, words[0], words[1], words[2], words[3])
+                    put(to, words[0], words[1], words[2], words[3], add)
             to += int64(N) * (2 * per_pass)
 
     return write
+
+
+@cuda.jit(device=True, inline="always")
+def _put(to, w0, w1, w2, w3, add):
+    if add:
+        red_global_bf16x8(to, w0, w1, w2, w3)
+    else:
+        st_global_u32x4(to, w0, w1, w2, w3)
+
+
+@cuda.jit(device=True, inline="always")
+def _put_one(to, bits, add):
+    if add:
+        red_global_bf16(to, bits)
+    else:
+        st_global_u16(to, bits)
 
 
 def shared_nbytes(tile_nbytes: int, tile_n: int, groups: int, stages: int, epilogue: int) -> int:
@@ -249,14 +266,15 @@ def shared_nbytes(tile_nbytes: int, tile_n: int, groups: int, stages: int, epilo
     return stages * stage + groups * tile_n * staging + 1024
 
 
-@kernel(*(int64,) * 3, *(uint32,) * 4)
+@kernel(*(int64,) * 3, *(uint32,) * 5)
 def linear_prefill_kernel(
     fmt: str, tile_n: int, groups: int, stages: int, resident: int, epilogue: int
 ) -> Build:
-    """Arguments w, x_map, y, k_tiles, blocks, T, N.
+    """Arguments w, x_map, y, k_tiles, blocks, T, N, add.
 
     groups: warpgroups, of 64 rows each. blocks: 128-row blocks of W, padded N / 128. x_map: tensor
     map of x with boxes [tile_n, 64]. resident: thread blocks that must fit on a multiprocessor.
+    epilogue: STORE_BF16, which adds to y where `add` is not 0, STORE_F32 or SILU_UP.
     """
     threads, warps, w_tiles = groups * 128 + 32, groups * 4, (groups + 1) // 2
     tile_bytes, x_bytes, turn = UNPACK[fmt].tile_nbytes, tile_n * 128, max(WAVE_TOKENS // tile_n, 1)
@@ -275,9 +293,7 @@ def linear_prefill_kernel(
     declare, multiply, acc_store_f32 = acc.declare, acc.multiply, acc.store_f32
     stage_results = acc.stage_silu if paired else acc.stage_bf16
     load, operand, num_words, num_scales = operand_loader(fmt, paired)
-    put = red_global_bf16x8 if epilogue == Epilogue.ADD_BF16 else st_global_u32x4
-    put_one = red_global_bf16 if epilogue == Epilogue.ADD_BF16 else st_global_u16
-    write_rows = row_writer(tile_n, out_bytes, put, put_one)
+    write_rows = row_writer(tile_n, out_bytes, _put, _put_one)
 
     @cuda.jit(device=True, inline="always")
     def locate(item, row_tiles, T):
@@ -324,7 +340,7 @@ def linear_prefill_kernel(
             item = uint32(item + uint32(cuda.gridDim.x))
 
     @cuda.jit(device=True, inline="always")
-    def finish(y, staged, half, warp, lane, tile, T, N):
+    def finish(y, staged, half, warp, lane, tile, T, N, add):
         """The sums of a warpgroup, those of 64-row block `half` of W, to y."""
         group, quarter = uint32(warp >> uint32(2)), uint32(warp & uint32(3))
         token = uint32(tile * uint32(tile_n))
@@ -350,10 +366,11 @@ def linear_prefill_kernel(
             named_barrier(uint32(group + uint32(1)), uint32(128))
             thread = uint32(quarter * uint32(32) + lane)
             out_n = uint32(N >> uint32(1)) if paired else N
-            write_rows(y, mine, thread, uint32(half * uint32(out_rows)), token, T, out_n)
+            first = uint32(half * uint32(out_rows))
+            write_rows(y, mine, thread, first, token, T, out_n, uint32(0) if paired else add)
 
     @cuda.jit(fastmath=True, launch_bounds=(threads, resident))
-    def linear_prefill(w, x_map, y, k_tiles, blocks, T, N):
+    def linear_prefill(w, x_map, y, k_tiles, blocks, T, N, add):
         barrier_words = cuda.shared.array(barriers, int64)
         ring = uint32((shared_address(cuda.shared.array(0, uint32)) + 1023) & uint32(0xFFFFFC00))
         barrier, thread = shared_address(barrier_words), uint32(cuda.threadIdx.x)
@@ -403,7 +420,7 @@ def linear_prefill_kernel(
                     k = uint32(k + uint32(1))
                 wait_all()
                 mbarrier_arrive_if(before, chosen)
-                finish(y, uint32(ring + uint32(ring_all)), half, warp, lane, tile, T, N)
+                finish(y, uint32(ring + uint32(ring_all)), half, warp, lane, tile, T, N, add)
                 item = uint32(item + uint32(cuda.gridDim.x))
 
     nbytes = shared_nbytes(tile_bytes, tile_n, groups, stages, epilogue)

@@ -110,11 +110,12 @@ def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
 def prefill_kernel(
     fmt: str, plan: LinearPrefillPlan, epilogue: Epilogue, capability: str
 ) -> Kernel:
-    """The kernel of a plan."""
+    """The kernel of a plan: storing and adding are one."""
+    form = Epilogue.STORE_BF16 if epilogue == Epilogue.ADD_BF16 else epilogue
     if capability != "90a":
-        return linear_prefill_mma_kernel(fmt, epilogue)
+        return linear_prefill_mma_kernel(fmt, form)
     stages = plan.stages(UNPACK[fmt].tile_nbytes)
-    return linear_prefill_kernel(fmt, plan.tile_n, plan.groups, stages, plan.resident, epilogue)
+    return linear_prefill_kernel(fmt, plan.tile_n, plan.groups, stages, plan.resident, form)
 
 
 def token_maps(x: int, *, rows: int, K: int) -> dict[int, TensorMap]:
@@ -165,7 +166,7 @@ def linear_prefill(
     item = prefill_kernel(linear.fmt, plan, linear.epilogue, image.capability)
     blocks, k_tiles = div_ceil(linear.N, 128), div_ceil(linear.K, 64)
     tiles = div_ceil(blocks * 2, plan.groups) * div_ceil(tokens.T, plan.tile_n)
-    scalars = (k_tiles, blocks, tokens.T, linear.N)
+    scalars = (k_tiles, blocks, tokens.T, linear.N, int(linear.epilogue == Epilogue.ADD_BF16))
     if image.capability == "90a":
         grid = (min(tiles, linear.num_sms * plan.resident),)
         addresses = (linear.w, tokens.maps[plan.tile_n], y)

@@ -49,21 +49,19 @@ def _silu_up(gate, up):
 
 
 @cuda.jit(device=True, inline="always")
-def _add_eight(to, w0, w1, w2, w3):
-    old, one = ld_global_u32x4(to), uint32(0x3F803F80)
-    st_global_u32x4(
-        to,
-        bf16x2_fma(old[0], one, w0),
-        bf16x2_fma(old[1], one, w1),
-        bf16x2_fma(old[2], one, w2),
-        bf16x2_fma(old[3], one, w3),
-    )
+def _put(to, w0, w1, w2, w3, add):
+    if add:
+        old, one = ld_global_u32x4(to), uint32(0x3F803F80)
+        w0, w1 = bf16x2_fma(old[0], one, w0), bf16x2_fma(old[1], one, w1)
+        w2, w3 = bf16x2_fma(old[2], one, w2), bf16x2_fma(old[3], one, w3)
+    st_global_u32x4(to, w0, w1, w2, w3)
 
 
 @cuda.jit(device=True, inline="always")
-def _add_one(to, bits):
-    total = bf16x2_fma(uint32(ld_global_u16(to)), uint32(0x3F803F80), uint32(bits))
-    st_global_u16(to, u16_low(total))
+def _put_one(to, bits, add):
+    if add:
+        bits = u16_low(bf16x2_fma(uint32(ld_global_u16(to)), uint32(0x3F803F80), uint32(bits)))
+    st_global_u16(to, bits)
 
 
 @cuda.jit(device=True, inline="always")
@@ -74,11 +72,13 @@ def mma_into(c, p, a0, a1, a2, a3, b0, b1):
         c[p + i] = r[i]
 
 
-@kernel(*(int64,) * 3, *(uint32,) * 5)
+@kernel(*(int64,) * 3, *(uint32,) * 6)
 def linear_prefill_mma_kernel(fmt: str, epilogue: int) -> Build:
-    """Arguments w, x, y, k_tiles, blocks, T, N, K; grid: blocks of 128 rows x tiles of 128 tokens.
+    """Arguments w, x, y, k_tiles, blocks, T, N, add, K; grid: blocks of 128 rows x tiles of 128
+    tokens.
 
-    x: [T, K] BF16 at a multiple of 16, K a multiple of 8.
+    x: [T, K] BF16 at a multiple of 16, K a multiple of 8. epilogue: STORE_BF16, which adds to y
+    where `add` is not 0, STORE_F32 or SILU_UP.
     """
     tile_bytes = UNPACK[fmt].tile_nbytes
     stage_bytes, w_chunks, ahead = X_BYTES + tile_bytes, tile_bytes // 16, STAGES - 1
@@ -88,13 +88,7 @@ def linear_prefill_mma_kernel(fmt: str, epilogue: int) -> Build:
     skew, mask = (1, 3) if paired else (0, 7)
     row_step, results = (8, 2) if paired else (16, 4)  # of a row tile; of four sums
     load, operand, num_words, num_scales = operand_loader(fmt, paired)
-    add = epilogue == Epilogue.ADD_BF16
-    write_rows = row_writer(
-        TILE_T,
-        out_bytes,
-        _add_eight if add else st_global_u32x4,
-        _add_one if add else st_global_u16,
-    )
+    write_rows = row_writer(TILE_T, out_bytes, _put, _put_one)
 
     @cuda.jit(device=True, inline="always")
     def fetch(ring, w, x, k, thread, token, T, K):
@@ -187,7 +181,7 @@ def linear_prefill_mma_kernel(fmt: str, epilogue: int) -> Build:
                         st_global_f32(at, c[32 * m + 4 * n + j])
 
     @cuda.jit(fastmath=True, launch_bounds=(THREADS, 1))
-    def linear_prefill_mma(w, x, y, k_tiles, blocks, T, N, K):
+    def linear_prefill_mma(w, x, y, k_tiles, blocks, T, N, add, K):
         ring = uint32((shared_address(cuda.shared.array(0, uint32)) + 127) & uint32(0xFFFFFF80))
         thread = uint32(cuda.threadIdx.x)
         warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
@@ -229,6 +223,7 @@ def linear_prefill_mma_kernel(fmt: str, epilogue: int) -> Build:
             half, out_n = uint32(thread >> uint32(7)), uint32(N >> uint32(1)) if paired else N
             first = uint32((block * uint32(2) + half) * uint32(out_rows))
             staged = uint32(ring + half * uint32(staging))
-            write_rows(y, staged, uint32(thread & uint32(127)), first, token, T, out_n)
+            thread, add = uint32(thread & uint32(127)), uint32(0) if paired else add
+            write_rows(y, staged, thread, first, token, T, out_n, add)
 
     return Build(linear_prefill_mma, THREADS, max(STAGES * stage_bytes, 2 * staging) + 128)

@@ -1,10 +1,11 @@
-"""Decode linear without bulk copies, with emulated threads, against the float64 oracle."""
+"""Linear on mma.sync with emulated threads, against the float64 oracle."""
 
 import numpy as np
 import pytest
 
 from ginfer.cuda.linear.decode_mma import DecodeMmaPlan, linear_decode_mma_kernel
 from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.prefill_launch import MMA, prefill_kernel
 from ginfer.formats import TILE_NBYTES
 from ginfer.sizes import div_ceil
 from scripts.pack.codecs import bf16_bits
@@ -81,3 +82,13 @@ def test_a_column_alone_is_itself_in_company_bit_for_bit():
     for t in (0, 8, 32):
         alone = linear(*how, x[t : t + 1], (0, 2), Epilogue.STORE_F32)
         assert (alone == together[t]).all()
+
+
+@pytest.mark.parametrize("N", [40, 37])
+def test_linear_prefill_adds(N):
+    K, T = 72, 3
+    payload, W = weights("Q4G64_F16S", N, K)
+    x, y = tokens(T, K), np.full((T, N), 0x3F80, np.uint16)
+    item = prefill_kernel("Q4G64_F16S", MMA, Epilogue.ADD_BF16, "80")
+    run(item, 1, payload, bf16_bits(x), y, 2, 1, T, N, 1, K)
+    LINEAR_BF16.check(bf16_to_f32(y), x.astype(np.float64) @ W.T + 1)
