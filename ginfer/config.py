@@ -24,6 +24,7 @@ class EngineConfig:
     memory that holds nothing back to the system, and take it again with the next request.
     park_mib: host memory for prefixes that leave the arena, 0 = none.
     prefill_chunk: most prompt tokens per forward. threads: CPU image only, None = all cores.
+    cuda_graphs: CUDA image only; False launches rounds kernel by kernel, with the same values.
     """
 
     package: Path
@@ -41,6 +42,7 @@ class EngineConfig:
     tp: int | None = None  # None = auto
     spec: str = "auto"
     threads: int | None = None
+    cuda_graphs: bool = True
     verify: bool = False  # check every digest before loading
 
     def __post_init__(self) -> None:

@@ -30,9 +30,8 @@ DEMO_CHECKPOINT = EnvVar(
 LAUNCH_CHECK = EnvVar(
     "GINFER_LAUNCH_CHECK", "", "1: wait after every kernel, so that a GPU fault names its kernel"
 )
-CUDA_GRAPHS = EnvVar("GINFER_CUDA_GRAPHS", "1", "0: launch decode rounds kernel by kernel")
 
-ALL = (CACHE_DIR, THREADS, DEMO_CHECKPOINT, LAUNCH_CHECK, CUDA_GRAPHS)
+ALL = (CACHE_DIR, THREADS, DEMO_CHECKPOINT, LAUNCH_CHECK)
 
 
 def cache_root() -> Path:

@@ -114,6 +114,14 @@ engine_options = stacked(
         help="Speculation; auto: what the package offers.",
     ),
     click.option("--threads", type=int, metavar="N", help="CPU threads.  [default: all cores]"),
+    click.option(
+        "--no-cuda-graph",
+        "cuda_graphs",
+        is_flag=True,
+        flag_value=False,
+        default=True,
+        help="Launch rounds kernel by kernel: slower, the same tokens.",
+    ),
     click.option("--verify", is_flag=True, help="Check every digest of the package first."),
 )
 

@@ -27,7 +27,6 @@ from ginfer.cuda.sampling.selector import Pending, Selector, selector_nbytes
 from ginfer.cuda.slots import Slots, memory_nbytes, slot_nbytes
 from ginfer.cuda.tables import tables_nbytes
 from ginfer.cuda.weights import Model, arena_nbytes, upload
-from ginfer.env import CUDA_GRAPHS
 from ginfer.errors import ConfigError
 from ginfer.sizes import GIB, MIB, human_bytes
 from ginfer.spec import LayerKind, ModelSpec
@@ -70,12 +69,12 @@ class CudaBackend:
     name = "cuda"
     runs_ahead = True
 
-    def __init__(self, spec: ModelSpec, *, graphs: bool | None = None) -> None:
+    def __init__(self, spec: ModelSpec, *, graphs: bool = True) -> None:
         a, g = spec.attention, spec.gdn
         if (a.head_dim, a.rotary_dim, g.k_head_dim, g.v_head_dim) != (256, 64, 128, 128):
             raise ConfigError("the CUDA image has kernels for heads of 256 and 128 dims only")
         self._spec = spec
-        self._wants_graphs = CUDA_GRAPHS.read() != "0" if graphs is None else graphs
+        self._wants_graphs = graphs
         self._device = Device()
         capability = native_capability(self._device.info.capability)
         self._free_nbytes = self._device.free_nbytes()  # before anything is taken

@@ -36,4 +36,6 @@ def open_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
             "kv_elastic is for backend cpu: GPU memory stays with the process; leave it out",
             param="kv_elastic",
         )
-    return cast("Backend", import_module("ginfer.cuda.backend").CudaBackend(spec))
+    return cast(
+        "Backend", import_module("ginfer.cuda.backend").CudaBackend(spec, graphs=config.cuda_graphs)
+    )

@@ -55,6 +55,7 @@ CHANGES = [
     ("--tp 1 --tp-fallback reject", "engine.tp", 1),
     ("--spec none", "engine.spec", "none"),
     ("--threads 1", "engine.threads", 1),
+    ("--no-cuda-graph", "engine.cuda_graphs", False),
     ("--backend cpu", "engine.backend", "cpu"),
     ("--verify", "engine.verify", True),
     ("--host 0.0.0.0", "host", "0.0.0.0"),
