@@ -8,10 +8,12 @@ from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 
 from ginfer.config import EngineConfig
+from ginfer.cpu.backend import CpuBackend
 from ginfer.engine.engine import Engine
 from ginfer.engine.request import Delta, Failed, Finished, Request, SamplingParams, Started
 from ginfer.prompt import Channel, PreparedPrompt
@@ -25,10 +27,15 @@ DEMO_PACKAGE = Path(__file__).parents[1] / "appliance/demo/qwen3.8-demo-groupwis
 _ids = count()
 
 
-def open_demo(clock: Callable[[], float] = time.monotonic, **options: Any) -> Engine:
-    """An engine on the CPU image with two threads."""
-    config = EngineConfig(package=DEMO_PACKAGE, backend="cpu", threads=2, **options)
-    return Engine.open(config, clock=clock)
+def open_demo(
+    clock: Callable[[], float] = time.monotonic, *, ahead: bool = False, **options: Any
+) -> Engine:
+    """An engine on the CPU image with two threads. ahead: its rounds run one ahead of what is read,
+    as on a GPU."""
+    options = {"backend": "cpu", "threads": 2, **options}
+    config = EngineConfig(package=DEMO_PACKAGE, **options)
+    with patch.object(CpuBackend, "runs_ahead", ahead):
+        return Engine.open(config, clock=clock)
 
 
 def ids_prompt(ids: Any, **fields: Any) -> PreparedPrompt:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from ginfer.backend import MemoryPlan, PackedTensor
     from ginfer.batch import ForwardBatch
+    from ginfer.cuda.round_clock import RoundClock
 
 MAX_SELECTED = 128  # columns whose logits are wanted at a time
 RESERVE_NBYTES = 1 * GIB  # graphs, kernels and the driver's own pools
@@ -64,7 +65,7 @@ def parts_nbytes(parts: Mapping[str, int]) -> int:
 
 
 class CudaBackend:
-    """One model on one GPU."""
+    """One model on one GPU. clock: measures gaps between rounds, where a benchmark sets one."""
 
     name = "cuda"
     runs_ahead = True
@@ -88,6 +89,7 @@ class CudaBackend:
         self._memory: Arena | None = None
         self._graphs: dict[int, Graph] = {}
         self._replayed = False
+        self.clock: RoundClock | None = None
 
     def _taken(self) -> int:
         """Device memory that is gone since the start, whoever took it."""
@@ -178,6 +180,8 @@ class CudaBackend:
         assert ids.min(initial=0) >= -self._num_lanes
         assert ids.max(initial=0) < self._spec.vocab_size  # kernels do not check
         staged = self._frame.fill(batch)
+        if self.clock is not None:
+            self.clock.forward_begins()
         self._replayed = self._is_round(batch)
         if self._replayed:
             self._graphs[batch.num_rows].replay()
@@ -206,7 +210,10 @@ class CudaBackend:
         assert s is not None
         if not self._replayed:
             self._blocks.head(hidden, len(s.columns))
-        return self._selector.select(self._blocks.logits, s)
+        self._selector.select(self._blocks.logits, s)
+        if self.clock is not None:
+            self.clock.draw_ends()
+        return self._selector.answers(s)
 
     def reset_rows(self, rows: Sequence[int]) -> None:
         """Zero the token counts of lanes."""

@@ -167,7 +167,7 @@ class Selector:
         shape = SelectionShape(R, self._V, self._logits_nbytes, num_top)
         select(self._queue, logits, tables=tables, scratch=self._scratch, shape=shape)
 
-    def select(self, logits: int, s: SelectionBatch) -> Pending:
+    def select(self, logits: int, s: SelectionBatch) -> None:
         """Choose one id for each of R rows of logits, [R] FP32; waits for a mask that is still
         being computed."""
         R, num_top, masked = len(s.columns), max(s.num_top, 0), s.mask is not None
@@ -180,10 +180,13 @@ class Selector:
             self._launch(logits, R, masked=masked, num_top=num_top)
         else:
             graph.replay()
+
+    def answers(self, s: SelectionBatch) -> Pending:
+        """What `select` has just chosen, on its way to the host."""
         pending, other = self._answers
         self._answers = (other, pending)
-        top = self._scratch.top.address
-        pending.order(self._results.address, top, shape=(R, num_top), queue=self._queue)
+        shape, top = (len(s.columns), max(s.num_top, 0)), self._scratch.top.address
+        pending.order(self._results.address, top, shape=shape, queue=self._queue)
         return pending
 
     def _fill(self, s: SelectionBatch) -> None:
