@@ -23,13 +23,17 @@ from ginfer.cuda.linear.decode_launch import (
     linear_decode,
     scratch_nbytes,
 )
+from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.prefill_launch import (
     LinearPrefillPlan,
     PrefillLinear,
     PrefillTokens,
     linear_prefill,
+    prefill_kernel,
     token_maps,
 )
+from ginfer.cuda.linear.unpack import UNPACK
+from ginfer.cuda.linear.variants import decode_kernel
 from ginfer.cuda.runtime.catalog import kernels_of
 from ginfer.cuda.runtime.device import Device
 from ginfer.cuda.runtime.graph import Graph
@@ -43,6 +47,9 @@ from tests.bench.summary import SUMMARY, record
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ginfer.cuda.runtime.jit import Kernel
+
+Figures = dict[str, tuple[float, str]]  # (value, unit) by name
 FMT = "Q4G64_F16S"
 LARGEST = (34816, 5120)
 DECODE = {LARGEST: (1, 8, 32, 64), (16384, 5120): (1, 8), (5120, 17408): (1, 8)}
@@ -78,6 +85,23 @@ class Bench:
         times = [self.timer.milliseconds(graph.replay) for _ in range(REPLAYS)]
         graph.close()
         return statistics.median(times) * 1e3 / len(launches)
+
+    def describe(self, item: Kernel) -> str:
+        """Registers and occupancy of a kernel."""
+        function = self.image[item]
+        return f"{function.record.registers} registers, {function.occupancy()} a multiprocessor"
+
+    def decode_text(self, N: int, K: int, T: int) -> str:
+        """What runs linear_decode."""
+        shape = (N, K, column_tiles(T), UNPACK[FMT].tile_nbytes)
+        return self.describe(decode_kernel(self.image.plans, FMT, shape, Epilogue.STORE_BF16)[0])
+
+    def prefill_plan(self, N: int, K: int, T: int) -> tuple[LinearPrefillPlan, str]:
+        """The plan of linear_prefill, and what runs it."""
+        shape = PrefillLinear(w=0, fmt=FMT, N=N, K=K).shape(T)
+        plan = self.image.plans.find("linear_prefill", LinearPrefillPlan, shape)
+        item = prefill_kernel(FMT, plan, Epilogue.STORE_BF16, self.image.capability)
+        return plan, f"{plan}, {self.describe(item)}"
 
     def weights(self, N: int, K: int) -> list[torch.Tensor]:
         """Random payloads, enough of them to leave the L2 cache behind."""
@@ -118,8 +142,7 @@ class Bench:
         )
         tokens = PrefillTokens(x=x.data_ptr(), T=T, maps=dict(zip(views, placed, strict=True)))
         sms = self.device.info.num_sms
-        shape = PrefillLinear(w=0, fmt=FMT, N=N, K=K).shape(T)
-        plan = self.image.plans.find("linear_prefill", LinearPrefillPlan, shape)
+        plan, _ = self.prefill_plan(N, K, T)
 
         def launch(payload: torch.Tensor) -> Callable[[], None]:
             linear = PrefillLinear(w=payload.data_ptr(), fmt=FMT, N=N, K=K, num_sms=sms)
@@ -176,9 +199,8 @@ def tinygemm(N: int, K: int, T: int) -> float:
     return torch_us([lambda w=w: torch._weight_int4pack_mm(x, w, 64, scales) for w in packed])
 
 
-def measure(bench: Bench) -> dict[str, tuple[float, str]]:
-    """All figures by name: (value, unit); prints them as they come."""
-    figures: dict[str, tuple[float, str]] = {}
+def measure_decode(bench: Bench, figures: Figures) -> None:
+    """linear_decode against the read ceiling; prints what it finds."""
     ceiling = read_ceiling()
     figures["read.ceiling_tb_s"] = (ceiling / 1e6, "TB/s")
     for (N, K), columns in DECODE.items():
@@ -189,15 +211,21 @@ def measure(bench: Bench) -> dict[str, tuple[float, str]]:
             figures[f"linear.q4.{N}x{K}.t{T}.read_fraction"] = (fraction, "fraction")
             peers = f"cuBLAS {cublas(N, K, T):.1f}, tinygemm {tinygemm(N, K, T):.1f} us"
             print(f"decode  {N}x{K} T={T}: {us:.1f} us, {fraction:.3f} of the ceiling; {peers}")
+            print(f"        {bench.decode_text(N, K, T)}")
         if (N, K) == LARGEST:
             for over, under in ((8, 1), (32, 1), (64, 1)):
                 name = f"linear.q4.t{over}_over_t{under}"
                 figures[name] = (times[over] / times[under], "ratio")
+
+
+def measure_prefill(bench: Bench, figures: Figures) -> None:
+    """linear_prefill against cuBLAS, at its best before and after; prints what it finds."""
     for (N, K), tokens in PREFILL.items():
         payloads = bench.weights(N, K)
-        peer = cublas(N, K, 2048) / 2048
-        for T in tokens:
-            us = bench.prefill(payloads, N, K, T)
+        before = cublas(N, K, 2048)
+        times = {T: bench.prefill(payloads, N, K, T) for T in tokens}
+        peer = min(before, cublas(N, K, 2048)) / 2048
+        for T, us in times.items():
             fraction = peer * T / us
             what = "cublas_fraction" if T == 2048 else "cublas2048_fraction"
             figures[f"linear.q4.{N}x{K}.t{T}.{what}"] = (fraction, "fraction")
@@ -205,7 +233,7 @@ def measure(bench: Bench) -> dict[str, tuple[float, str]]:
             print(
                 f"prefill {N}x{K} T={T}: {us:.0f} us, {rate:.0f} TFLOP/s, {fraction:.3f} of cuBLAS"
             )
-    return figures
+            print(f"        {bench.prefill_plan(N, K, T)[1]}")
 
 
 def main() -> None:
@@ -217,9 +245,13 @@ def main() -> None:
     bench = Bench()
     info = bench.device.info
     print(info)
-    figures = measure(bench)
-    if options.out:
-        record(figures, info.name, path=options.out, commit=options.commit)
+    figures: Figures = {}
+    try:
+        measure_decode(bench, figures)
+        measure_prefill(bench, figures)
+    finally:
+        if options.out:
+            record(figures, info.name, path=options.out, commit=options.commit)
 
 
 if __name__ == "__main__":

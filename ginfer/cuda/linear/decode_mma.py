@@ -275,3 +275,8 @@ class DecodeMmaPlan(LaunchPlan):
         _, _, column_tiles, tile_nbytes = shape
         tile = STAGES * (tile_nbytes + column_tiles * X_TILE)
         return cls(next((s for s in (4, 2) if s * tile <= RING_NBYTES), 1))
+
+    @classmethod
+    def candidates(cls, capability: str, shape: Shape) -> tuple[DecodeMmaPlan, ...]:
+        """Shorter and longer stages."""
+        return tuple(p for p in map(cls, (1, 2, 3, 4)) if p.supports(capability, shape))

@@ -63,6 +63,15 @@ class LinearPrefillPlan(LaunchPlan):
         legal = [p for p in plans_of(tile_nbytes) if p.supports(capability, shape)]
         return min(legal, key=lambda p: p.cost(N, T))
 
+    @classmethod
+    def candidates(cls, capability: str, shape: Shape) -> tuple[LinearPrefillPlan, ...]:
+        """The plans in use, and others for Q4."""
+        if capability != "90a":
+            return (MMA,)
+        used = plans_of(shape[3])
+        others = OTHERS if len(used) == len(COSTS) else ()
+        return tuple(p for p in (*used, *others) if p.supports(capability, shape))
+
     def stages(self, tile_nbytes: int) -> int:
         """Stages of the ring: as many as fit, at most 8."""
         room = SM_SHARED_NBYTES // self.resident - BLOCK_SHARED_NBYTES
@@ -88,6 +97,17 @@ COSTS = {
     LinearPrefillPlan(64, 1, 2): (300, 235),
     LinearPrefillPlan(32, 1, 3): (390, 220),
 }
+OTHERS = (  # tried by the tuner only
+    LinearPrefillPlan(224, 2),
+    LinearPrefillPlan(192, 2),
+    LinearPrefillPlan(160, 3),
+    LinearPrefillPlan(96, 2),
+    LinearPrefillPlan(192, 1),
+    LinearPrefillPlan(96, 1, 2),
+    LinearPrefillPlan(64, 2, 2),
+    LinearPrefillPlan(48, 1, 3),
+    LinearPrefillPlan(32, 1, 4),
+)
 FEW = (LinearPrefillPlan(160, 2), LinearPrefillPlan(128, 1), LinearPrefillPlan(32, 1, 3))
 
 
@@ -105,6 +125,10 @@ def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
             if plan.supports(capability, (128, 64, 1, tile_nbytes)):
                 for epilogue in epilogues:
                     yield prefill_kernel(fmt, plan, epilogue, capability)
+    if every:
+        fmt = "Q4G64_F16S"
+        for plan in LinearPrefillPlan.candidates(capability, (128, 64, 1, UNPACK[fmt].tile_nbytes)):
+            yield prefill_kernel(fmt, plan, Epilogue.STORE_BF16, capability)
 
 
 def prefill_kernel(

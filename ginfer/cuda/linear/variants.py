@@ -74,6 +74,9 @@ def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
             shape = (128, 64, column_tiles, UNPACK[fmt].tile_nbytes)
             for epilogue in epilogues:
                 yield decode_kernel(plans, fmt, shape, epilogue)[0]
+            if every and capability != "90a" and fmt == "Q4G64_F16S":
+                for plan in DecodeMmaPlan.candidates(capability, shape):
+                    yield linear_decode_mma_kernel(fmt, column_tiles, plan.span, epilogues[0])
 
 
 def decode_kernel(

@@ -38,6 +38,11 @@ class LaunchPlan(ABC):
     def default(cls, capability: str, shape: Shape) -> Self:
         """A legal plan for any shape of the family that the capability has kernels for."""
 
+    @classmethod
+    def candidates(cls, capability: str, shape: Shape) -> tuple[Self, ...]:
+        """What a tuner may try, all legal."""
+        return (cls.default(capability, shape),)
+
 
 @dataclass(frozen=True)
 class PlanTable:
