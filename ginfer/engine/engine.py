@@ -8,7 +8,7 @@ from collections import deque
 from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ginfer.engine.backends import open_backend
 from ginfer.engine.loader import load_weights, open_package
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from ginfer.backend import Backend
+    from ginfer.cache import PrefixCache
     from ginfer.config import EngineConfig
     from ginfer.engine.loader import BoundPackage
     from ginfer.engine.memory import Capacity
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     Sink = Callable[[Event], None]
     Progress = Callable[[str, int, int], None]  # stage, done, total
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 REST_AFTER_S = 1.0  # idle time after which an elastic engine gives memory back
@@ -170,6 +172,23 @@ class Engine:
             "grammar": self._loop.grammars.stats(),
             "memory": self._rank.backend.ledger(),
         }
+
+    def between_rounds(self, work: Callable[[PrefixCache, Backend], T]) -> T:
+        """Have the loop thread run `work` at a round boundary, and return what it returns: for
+        measurements."""
+        done: SimpleQueue[tuple[list[T], BaseException | None]] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                done.put(([work(self._loop.cache, self._rank.backend)], None))
+            except Exception as error:
+                done.put(([], error))
+
+        self._command(run)
+        values, error = done.get()
+        if error is not None:
+            raise error
+        return values[0]
 
     @property
     def num_rounds(self) -> int:

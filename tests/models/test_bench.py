@@ -1,0 +1,51 @@
+"""Measured rounds: steady decode of real prompts and of copied histories."""
+
+import pytest
+
+from ginfer.engine.bench import decoding, histories, measure_decode, measure_prefill
+from ginfer.errors import InternalError
+from tests.engines import open_demo
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with open_demo(max_context=4096, max_concurrency=3) as engine:
+        yield engine
+
+
+def test_decode_and_prefill_have_a_speed(engine):
+    assert measure_decode(engine, 2, 70, 6) > 0
+    assert measure_prefill(engine, 200) > 0
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("context", [900, 4000])
+def test_histories_are_hits_that_nobody_computed(engine, context):
+    prompts = histories(engine, 3, context)
+    before = engine.stats()
+    with decoding(engine, prompts, 5) as steady:
+        assert steady.tokens_per_s > 0
+        assert 0 < steady.host_s < 2 * steady.round_s
+    after = engine.stats()
+    hits = after["cached_tokens"] - before["cached_tokens"]
+    assert hits == 3 * ((context - 1) // 64 * 64)
+    engine.check_integrity()
+
+
+def test_a_request_that_fails_ends_the_measurement(engine, monkeypatch):
+    def fault(self, token_id):
+        raise RuntimeError("no bytes")
+
+    monkeypatch.setattr("ginfer.frontend.detokenizer.Detokenizer.feed", fault)
+    with pytest.raises(InternalError, match="no bytes"):
+        measure_decode(engine, 2, 70, 6)
+    engine.check_integrity()
+
+
+def test_work_between_rounds_may_raise(engine):
+    def work(cache, backend):
+        raise ZeroDivisionError(backend.name)
+
+    with pytest.raises(ZeroDivisionError, match="cpu"):
+        engine.between_rounds(work)
+    assert engine.between_rounds(lambda cache, backend: cache.num_pages) > 0
