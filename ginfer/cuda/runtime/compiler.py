@@ -30,13 +30,13 @@ MAX_SHARED_NBYTES = {  # per block, static and dynamic together
     "90a": 227 << 10,
     "120a": 99 << 10,
 }
-PTX_OF = {  # capabilities with the same instructions share the work of Numba, most of a compilation
+PTX_OF = {  # kernels of the same instructions share the work of Numba, most of a compilation
     "80": "80",
     "86": "80",
     "89": "80",
     "90": "80",
     "90a": "90a",
-    "120a": "120a",
+    "120a": "80",
 }
 MAX_REGISTERS = 65_536  # per multiprocessor
 MAX_THREADS = 1024
