@@ -20,7 +20,11 @@ from ginfer.cuda.attention.merge import attention_merge_kernel
 from ginfer.cuda.attention.pages import TILE, PageShape
 from ginfer.cuda.attention.prefill import attention_prefill_kernel
 from ginfer.cuda.embedding import embedding_kernel
-from ginfer.cuda.gdn.conv import PIECE, conv_kernel
+from ginfer.cuda.frame import chunks_of
+from ginfer.cuda.gdn.chunk import gdn_chunk_kernel
+from ginfer.cuda.gdn.conv import PIECE, conv_kernel, conv_prefill_kernel
+from ginfer.cuda.gdn.gate import gated_norm_kernel
+from ginfer.cuda.gdn.prepare import WITHIN_NBYTES, gdn_prepare_kernel
 from ginfer.cuda.gdn.step import gdn_step_kernel
 from ginfer.cuda.lib.fragment import fragment_offset, tiles_of
 from ginfer.cuda.norm import rms_norm_kernel
@@ -296,14 +300,15 @@ def make_gdn(seed, heads, lengths, slots):
 def check_conv(run, it):
     """Convolve; returns the result bits [T, X]."""
     X, W, T = it.X, it.mix.shape[1], len(it.mix)
-    blocks, pieces = div_ceil(X, 256), div_ceil(int(np.diff(it.indptr).max()), PIECE)
+    blocks, longest = div_ceil(X, 256), int(np.diff(it.indptr).max())
     y, before = np.full((T, X), NAN, np.uint16), bf16_to_f32(it.history)
-    tables = (it.mix, it.taps, it.history, it.indptr, it.state_in, it.state_out)
-    B = len(it.state_in)
-    item, sizes = conv_kernel(run.early), (X, W, B, PIECE)
-    run(item, B * pieces * blocks, y, *tables, *sizes, pieces, blocks)
-    if pieces > 1:
-        run(item, B * blocks, 0, *tables, *sizes, 1, blocks)
+    tables, B = (it.mix, it.taps, it.history, it.indptr, it.state_in), len(it.state_in)
+    to = y
+    if longest > PIECE:
+        wide, pieces = div_ceil(X, 1024), div_ceil(longest, PIECE)
+        run(conv_prefill_kernel(run.early), B * pieces * wide, y, *tables, X, W, pieces, wide)
+        to = 0
+    run(conv_kernel(run.early), B * blocks, to, *tables, it.state_out, X, W, blocks)
     m = bf16_to_f32(it.mix)[:, :X]
     for first, end, read, written in it.rows():
         want = gdn_oracle.causal_conv(m[first:end], it.taps, before[read])
@@ -326,6 +331,25 @@ def gdn_step(run, it, convolved):
         *(it.HK, HV, *tiles_of(T), EPS),
     )
     return from_fragments(buffer, T, HV * 128) if run.early else out
+
+
+def gdn_chunks(run, it, convolved, starts, form=(4, 2)):
+    """Result bits [T, HV V] of the chunk kernels; the slots move on. starts: per row."""
+    HK, HV, T = it.HK, it.HV, len(it.mix)
+    chunks, ends = chunks_of(it.indptr, np.array(starts, np.int32))
+    within = np.full((len(chunks), HV, WITHIN_NBYTES), 0xFF, np.uint8)
+    results = np.full((T, HV * 128), np.nan, np.float32)
+    out = np.full((T, HV * 128), NAN, np.uint16)
+    prepare = gdn_prepare_kernel(run.early)
+    run(prepare, len(chunks) * HV, within, convolved, it.ab, it.gates, chunks, HK, HV)
+    run(
+        gdn_chunk_kernel(*form, run.early),
+        len(it.state_in) * HV * 8 // form[0],
+        *(results, convolved, within, chunks, ends, it.state, it.state_in, it.state_out, HK, HV),
+    )
+    norm = gated_norm_kernel(run.early)
+    run(norm, div_ceil(T * HV, 16), out, results, it.mix, it.w, T, HV, it.mix.shape[1], EPS)
+    return out
 
 
 def check_gdn(it, convolved, before, out):

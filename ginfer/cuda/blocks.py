@@ -17,8 +17,10 @@ from ginfer.cuda.attention.decode_launch import DecodeAttention, attention_decod
 from ginfer.cuda.attention.decode_launch import DecodeScratch as AttentionScratch
 from ginfer.cuda.attention.prefill import PrefillAttention, attention_prefill
 from ginfer.cuda.embedding import embedding
-from ginfer.cuda.frame import most_partials
+from ginfer.cuda.frame import most_chunks, most_partials
+from ginfer.cuda.gdn.chunk import gdn_chunks
 from ginfer.cuda.gdn.conv import Channels, conv
+from ginfer.cuda.gdn.prepare import WITHIN_NBYTES
 from ginfer.cuda.gdn.step import GdnInputs, GdnLayer, gdn_step
 from ginfer.cuda.linear.decode_launch import DecodeLinear, DecodeScratch, linear_decode
 from ginfer.cuda.linear.decode_launch import scratch_nbytes as linear_scratch_nbytes
@@ -63,13 +65,15 @@ class Activations:
 
 
 class Buffers(NamedTuple):
-    """Addresses of activations. inner: q, k, gate, v, or q, k, v, z; ab: gates of GDN, FP32."""
+    """Addresses of activations. inner: q, k, gate, v, or q, k, v, z; ab: gates of GDN, FP32;
+    within: what its chunks need beside the state."""
 
     hidden: int
     normed: Activations
     inner: int
     ab: int
     convolved: int
+    within: int
     attended: Activations  # these two share one buffer
     gated: Activations
     mlp: Activations
@@ -103,7 +107,8 @@ class Blocks:
             "ab": T * 2 * g.num_v_heads * 4,
             "convolved": T * g.conv_channels * 2,
             "mixed": T * max(a.q_width, g.value_width) * 2,
-            "mlp": T * spec.mlp_width * 2,
+            "mlp": T * max(spec.mlp_width * 2, g.value_width * 4),  # results of GDN chunks, FP32
+            "within": most_chunks(plan) * g.num_v_heads * WITHIN_NBYTES,
             "selected": (selected + TOKEN_PADDING) * spec.hidden_size * 2,
             "logits": selected * spec.vocab_size * 4,
             "partials": blocks * a.q_width * 4,
@@ -140,6 +145,7 @@ class Blocks:
             inner=at["inner"],
             ab=at["ab"],
             convolved=at["convolved"],
+            within=at["within"],
             logits=at["logits"],
             **inputs,
         )
@@ -249,14 +255,14 @@ class Blocks:
         self._linear(b.ab, b.normed, w.a_b, epilogue=Epilogue.STORE_F32, T=T, phase=phase)
         channels = Channels(g.conv_channels, W, w.taps, self._slots.history(index))
         conv(self._queue, b.convolved, b.inner, rows=rows, channels=channels)
-        gdn_step(
-            self._queue,
-            b.gated.address,
-            GdnInputs(b.convolved, b.inner, b.ab),
-            T=T,
-            tables=(rows, self._gdn_layer(w, index)),
-            fragments=self._fragments(phase),
-        )
+        queue, to, layer = self._queue, b.gated.address, self._gdn_layer(w, index)
+        inputs = GdnInputs(b.convolved, b.inner, b.ab)
+        if phase is Phase.PREFILL:
+            chunks = staged.chunks(within=b.within, results=b.mlp.address)
+            gdn_chunks(queue, to, inputs, T=T, tables=(rows, layer, chunks))
+        else:
+            tables, fragments = (rows, layer), self._fragments(phase)
+            gdn_step(queue, to, inputs, T=T, tables=tables, fragments=fragments)
         self._add(b.gated, w.output, T, phase)
 
     def _gdn_layer(self, w: Layer, index: int) -> GdnLayer:

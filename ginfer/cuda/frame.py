@@ -13,7 +13,9 @@ from ginfer.cuda.attention.append import Columns
 from ginfer.cuda.attention.decode import BLOCK_TILES
 from ginfer.cuda.attention.decode_launch import SMALL, WorkItems, large_tiles, work_items
 from ginfer.cuda.attention.prefill import form_of
+from ginfer.cuda.gdn.chunk import Chunks
 from ginfer.cuda.gdn.conv import Rows
+from ginfer.cuda.gdn.prepare import CHUNK
 from ginfer.cuda.tables import Tables
 from ginfer.sizes import div_ceil
 
@@ -64,9 +66,19 @@ def table_words(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[Phase,
     T = plan.max_columns
     decode = {"items": 1 + 3 * blocks, "lists": blocks * B, "first": decode_columns(plan) + 1}
     return {
-        Phase.PREFILL: {**of_columns(T), "queries": 2 * (div_ceil(T, LEAST_QUERIES) + B)},
+        Phase.PREFILL: {
+            **of_columns(T),
+            "queries": 2 * (div_ceil(T, LEAST_QUERIES) + B),
+            "chunks": 2 * most_chunks(plan),
+            "chunk_indptr": B + 1,
+        },
         Phase.DECODE: {**of_columns(decode_columns(plan)), **decode},
     }
+
+
+def most_chunks(plan: MemoryPlan) -> int:
+    """Chunks of GDN in a prompt batch at most: a row may begin and end inside one."""
+    return plan.max_columns // CHUNK + 2 * plan.num_rows
 
 
 def decode_columns(plan: MemoryPlan) -> int:
@@ -77,13 +89,14 @@ def decode_columns(plan: MemoryPlan) -> int:
 @dataclass(frozen=True)
 class Staged:
     """What the host knows of a batch, and its tables: columns, rows, the longest row, query items,
-    tiles of 16 rows of a decode item."""
+    chunks of GDN, tiles of 16 rows of a decode item."""
 
     tables: Tables
     T: int
     B: int
     longest: int
     num_queries: int = 0
+    num_chunks: int = 0
     tiles: int = SMALL
 
     @property
@@ -97,6 +110,11 @@ class Staged:
             B=self.B,
             longest=self.longest,
         )
+
+    def chunks(self, *, within: int, results: int) -> Chunks:
+        """Tables and workspaces of GDN in chunks."""
+        at, num = self.tables, self.num_chunks
+        return Chunks(at["chunks"], at["chunk_indptr"], within=within, results=results, num=num)
 
 
 class Frame:
@@ -150,7 +168,7 @@ class Frame:
         pages[:, : batch.page_table.shape[1]] = batch.page_table
         if batch.selection is not None:
             tables.fill("columns", batch.selection.columns.astype(np.int32, copy=False))
-        tiles, num_queries = SMALL, 0
+        tiles, num_queries, num_chunks = SMALL, 0, 0
         if batch.phase is Phase.DECODE:
             tiles = self._tiles if B > 1 or T > 1 else SMALL
             items = self._items(batch, row, token, tiles)
@@ -163,8 +181,13 @@ class Frame:
             queries = _query_items(batch.row_indptr, token, self._queries)
             num_queries = len(queries)
             tables.fill("queries", queries)
+            chunks, chunk_indptr = chunks_of(batch.row_indptr, batch.starts)
+            num_chunks = len(chunks)
+            tables.fill("chunks", chunks)
+            tables.fill("chunk_indptr", chunk_indptr)
         tables.send()
-        return Staged(tables, T, B, int(lengths.max(initial=0)), num_queries, tiles)
+        longest = int(lengths.max(initial=0))
+        return Staged(tables, T, B, longest, num_queries, num_chunks, tiles)
 
     def _rope(self, positions: NDArray[np.int32]) -> NDArray[np.float32]:
         """Cosines, then sines, of each column; the angles in float64."""
@@ -223,3 +246,17 @@ def _query_items(
     ]
     items.sort(key=lambda item: -int(token[item[0]]))
     return np.array(items, np.int32).reshape(-1, 2)
+
+
+def chunks_of(
+    indptr: NDArray[np.int32], starts: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """(first column, columns) of the pieces between absolute multiples of 64 of the rows, and where
+    each row's begin, [B + 1]."""
+    chunks: list[tuple[int, int]] = []
+    ends = [0]
+    for (first, end), start in zip(pairwise(indptr.tolist()), starts.tolist()):
+        cuts = [first, *range(first + CHUNK - start % CHUNK, end, CHUNK), end]
+        chunks += [(a, b - a) for a, b in pairwise(cuts)]
+        ends.append(len(chunks))
+    return np.array(chunks, np.int32).reshape(-1, 2), np.array(ends, np.int32)

@@ -5,6 +5,7 @@ import pytest
 
 from ginfer.cuda.attention.decode_launch import SMALL, large_tiles
 from ginfer.cuda.attention.prefill import form_of
+from ginfer.cuda.gdn.chunk import form_of as chunk_form
 from ginfer.cuda.runtime.queue import starts_early
 from tests.device_cases import (
     attention_decode,
@@ -16,6 +17,7 @@ from tests.device_cases import (
     check_gdn,
     check_rms_norm,
     check_selection,
+    gdn_chunks,
     gdn_step,
     make_cache,
     make_gdn,
@@ -121,6 +123,45 @@ def test_conv_and_gdn_step(run, heads):
 
 def test_conv_over_pieces(run):
     check_conv(run, make_gdn(11, (2, 6), [200, 1, 64, 65], [(0, 0), (1, 2), (3, 3), (4, 4)]))
+
+
+@pytest.mark.parametrize("heads", GDN_HEADS, ids=str)
+def test_gdn_chunks_at_their_borders(run, heads, capability):
+    lengths, starts = [1, 63, 64, 65, 200, 130], [0, 64, 0, 7, 63, 128]
+    it = make_gdn(13, heads, lengths, [(0, 0), (1, 6), (2, 2), (3, 7), (4, 4), (5, 8)])
+    convolved, before = check_conv(run, it), it.state.copy()
+    out = gdn_chunks(run, it, convolved, starts, form=chunk_form(capability))
+    check_gdn(it, convolved, before, out)
+
+
+def test_chunks_of_a_prompt_change_no_bit_of_gdn(run, capability):
+    form, n = chunk_form(capability), 1030
+    it = make_gdn(14, (2, 6), [n], [(0, 0)])
+    convolved, state = check_conv(run, it), it.state.copy()
+    want, mix, ab = gdn_chunks(run, it, convolved, [0], form=form), it.mix, it.ab
+    left = it.state.copy()
+    for size in (64, 128, 640):
+        it.state, parts = state.copy(), []
+        for first in range(0, n, size):
+            span = slice(first, min(first + size, n))
+            it.mix, it.ab = mix[span].copy(), ab[span].copy()
+            it.indptr = np.array([0, len(it.mix)], np.int32)
+            parts.append(gdn_chunks(run, it, convolved[span].copy(), [first], form=form))
+        assert (np.concatenate(parts) == want).all()
+        assert (it.state == left).all()
+
+
+def test_a_prompt_alone_is_itself_in_company_in_gdn(run, capability):
+    form = chunk_form(capability)
+    it = make_gdn(15, (2, 6), [100, 150], [(0, 0), (1, 1)])
+    convolved, state = check_conv(run, it), it.state.copy()
+    want = gdn_chunks(run, it, convolved, [0, 64], form=form)
+    left, it.state = it.state, state
+    it.mix, it.ab, it.indptr = it.mix[100:].copy(), it.ab[100:].copy(), np.array([0, 150], np.int32)
+    it.state_in = it.state_out = np.array([1], np.int32)
+    alone = gdn_chunks(run, it, convolved[100:].copy(), [64], form=form)
+    assert (alone == want[100:]).all()
+    assert (it.state[1] == left[1]).all()
 
 
 def test_a_row_alone_is_itself_in_company(run):

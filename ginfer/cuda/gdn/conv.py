@@ -1,9 +1,10 @@
 """Causal convolution with SiLU over the raw inputs of a GDN layer, and its history.
 
 y[t, x] = silu(sum_k taps[k, x] * m[t - taps + 1 + k, x]) in FP32, rounded to BF16; before a row's
-first column stands its history, the last taps - 1 raw columns, BF16 as they were. A thread owns two
-channels of a piece of a row's columns. Pieces of a prefill begin at multiples of 64 columns; the
-history moves on in a launch of its own there, because a slot may be read and written.
+first column stands its history, the last taps - 1 raw columns, BF16 as they were. In short rows a
+thread owns two channels; in long ones eight channels of a piece of the columns, four of which it
+reads at a time, and the history moves on in a launch of its own, because a slot may be read and
+written. Both give the same bits.
 
 Legend: T columns, B rows, X channels, W columns of `mix` (X + those of z). Oracle:
 tests.oracles.gdn.causal_conv.
@@ -17,7 +18,16 @@ from typing import TYPE_CHECKING
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.lib.numeric import follow, high_f32, low_f32, pack_bf16, row_of_32, silu
-from ginfer.cuda.lib.ptx import div_u32, fma_f32, ld_global_f32, ld_global_u32, st_global_u32
+from ginfer.cuda.lib.ptx import (
+    div_u32,
+    fma_f32,
+    ld_global_f32,
+    ld_global_f32x4,
+    ld_global_u32,
+    ld_global_u32x4,
+    st_global_u32,
+    st_global_u32x4,
+)
 from ginfer.cuda.runtime.jit import Build, kernel
 from ginfer.cuda.runtime.queue import starts_early
 from ginfer.sizes import div_ceil
@@ -30,16 +40,16 @@ if TYPE_CHECKING:
 
 TAPS = 4
 THREADS = 128
-PIECE = 64  # columns
+PIECE = 32  # columns
+WIDE, AT_ONCE = 8, 4  # channels of a thread of prefill, columns that it reads at a time
 
 
-@kernel(*(int64,) * 7, *(uint32,) * 6)
+@kernel(*(int64,) * 7, *(uint32,) * 3)
 def conv_kernel(early: int):  # type: ignore[no-untyped-def]
-    """Arguments y, mix, taps, history, indptr, state_in, state_out, X, W, B, piece, pieces, blocks.
+    """Arguments y, mix, taps, history, indptr, state_in, state_out, X, W, blocks of a row.
 
     y: [T][X] BF16, or 0: only the history moves on. history: [slots][taps - 1][X] BF16 of the
-    layer. A row has `pieces` pieces of `piece` columns and `blocks` blocks of channels per piece;
-    with one piece per row the history moves on in the same launch.
+    layer.
     """
     start = follow(early)
 
@@ -52,21 +62,19 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
         return ld_global_u32(at)
 
     @cuda.jit(fastmath=True, launch_bounds=THREADS)
-    def conv(y, mix, taps, history, indptr, state_in, state_out, X, W, B, piece, pieces, blocks):
+    def conv(y, mix, taps, history, indptr, state_in, state_out, X, W, blocks):
         w = cuda.local.array(8, float32)
         start()
-        unit = div_u32(uint32(cuda.blockIdx.x), blocks)
-        block = uint32(uint32(cuda.blockIdx.x) - unit * blocks)
-        row = div_u32(unit, pieces)
+        row = div_u32(uint32(cuda.blockIdx.x), blocks)
+        block = uint32(uint32(cuda.blockIdx.x) - row * blocks)
         c = uint32((block * uint32(THREADS) + uint32(cuda.threadIdx.x)) * uint32(2))
         first = int64(ld_global_u32(row_of_32(indptr, row)))
         end = int64(ld_global_u32(row_of_32(indptr, uint32(row + uint32(1)))))
-        t = first + int64(unit - row * pieces) * int64(piece)
-        stop = min(t + int64(piece), end)
-        if c < X and t < end:
+        if c < X and first < end:
             slot_nbytes = int64(X) * (2 * TAPS - 2)
             old = history + int64(ld_global_u32(row_of_32(state_in, row))) * slot_nbytes
             new = history + int64(ld_global_u32(row_of_32(state_out, row))) * slot_nbytes
+            t = first if y != 0 else end
             a = raw(mix, old, t - 3, first, X, W, c)
             b = raw(mix, old, t - 2, first, X, W, c)
             d = raw(mix, old, t - 1, first, X, W, c)
@@ -74,7 +82,7 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
                 for k in range(TAPS):
                     at = taps + (int64(k) * int64(X) + int64(c)) * 4
                     w[2 * k], w[2 * k + 1] = ld_global_f32(at), ld_global_f32(at + 4)
-                while t < stop:
+                while t < end:
                     e = ld_global_u32(mix + (t * int64(W) + int64(c)) * 2)
                     low = fma_f32(w[2], low_f32(b), w[0] * low_f32(a))
                     low = fma_f32(w[6], low_f32(e), fma_f32(w[4], low_f32(d), low))
@@ -84,21 +92,82 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
                     st_global_u32(to, pack_bf16(silu(low), silu(high)))
                     a, b, d = b, d, e
                     t += 1
-            else:
-                a = raw(mix, old, end - 3, first, X, W, c)
-                b = raw(mix, old, end - 2, first, X, W, c)
-                d = raw(mix, old, end - 1, first, X, W, c)
-            if pieces == uint32(1):
-                st_global_u32(new + int64(c) * 2, a)
-                st_global_u32(new + (int64(X) + int64(c)) * 2, b)
-                st_global_u32(new + (int64(X) * 2 + int64(c)) * 2, d)
+            st_global_u32(new + int64(c) * 2, a)
+            st_global_u32(new + (int64(X) + int64(c)) * 2, b)
+            st_global_u32(new + (int64(X) * 2 + int64(c)) * 2, d)
 
     return Build(conv, THREADS)
 
 
+@kernel(*(int64,) * 6, *(uint32,) * 4)
+def conv_prefill_kernel(early: int):  # type: ignore[no-untyped-def]
+    """Arguments y, mix, taps, history, indptr, state_in, X, W, pieces, blocks; the history stays. A
+    row has `pieces` pieces and `blocks` blocks of channels per piece. X, W: multiples of 8."""
+    start, words = follow(early), WIDE // 2
+    ahead, all_words, all_taps = (TAPS - 1) * words, (TAPS - 1 + AT_ONCE) * words, TAPS * WIDE
+
+    @cuda.jit(device=True, inline="always")
+    def load_words(v, p, at):
+        q = ld_global_u32x4(at)
+        for j in range(words):
+            v[p + j] = q[j]
+
+    @cuda.jit(device=True, inline="always")
+    def pair_at(v, w, p, j):
+        """Results of word j of the column whose oldest tap is at v[p]."""
+        low, high = w[2 * j] * low_f32(v[p + j]), w[2 * j + 1] * high_f32(v[p + j])
+        for k in range(1, TAPS):
+            word = v[p + k * words + j]
+            low = fma_f32(w[k * WIDE + 2 * j], low_f32(word), low)
+            high = fma_f32(w[k * WIDE + 2 * j + 1], high_f32(word), high)
+        return pack_bf16(silu(low), silu(high))
+
+    @cuda.jit(fastmath=True, launch_bounds=THREADS)
+    def conv_prefill(y, mix, taps, history, indptr, state_in, X, W, pieces, blocks):
+        w, v = cuda.local.array(all_taps, float32), cuda.local.array(all_words, uint32)
+        start()
+        unit = div_u32(uint32(cuda.blockIdx.x), blocks)
+        block = uint32(uint32(cuda.blockIdx.x) - unit * blocks)
+        row = div_u32(unit, pieces)
+        c = uint32((block * uint32(THREADS) + uint32(cuda.threadIdx.x)) * uint32(WIDE))
+        first = int64(ld_global_u32(row_of_32(indptr, row)))
+        end = int64(ld_global_u32(row_of_32(indptr, uint32(row + uint32(1)))))
+        t = first + int64(unit - row * pieces) * PIECE
+        stop = min(t + PIECE, end)
+        if c < X and t < end:
+            slot = int64(ld_global_u32(row_of_32(state_in, row)))
+            old = history + (slot * int64(X) * (TAPS - 1) + int64(c)) * 2
+            for k in range(TAPS - 1):
+                at = mix + ((t - 3 + k) * int64(W) + int64(c)) * 2
+                if t - 3 + k < first:
+                    at = old + (t - first + k) * int64(X) * 2
+                load_words(v, k * words, at)
+            for k in range(TAPS):
+                for i in range(2):
+                    q = ld_global_f32x4(taps + (int64(k) * int64(X) + int64(c) + 4 * i) * 4)
+                    for j in range(4):
+                        w[k * WIDE + 4 * i + j] = q[j]
+            while t < stop:
+                for i in range(AT_ONCE):
+                    if t + i < stop:
+                        at = mix + ((t + i) * int64(W) + int64(c)) * 2
+                        load_words(v, ahead + i * words, at)
+                for i in range(AT_ONCE):
+                    if t + i < stop:
+                        to, p = y + ((t + i) * int64(X) + int64(c)) * 2, i * words
+                        a, b = pair_at(v, w, p, 0), pair_at(v, w, p, 1)
+                        st_global_u32x4(to, a, b, pair_at(v, w, p, 2), pair_at(v, w, p, 3))
+                for j in range(ahead):
+                    v[j] = v[AT_ONCE * words + j]
+                t += AT_ONCE
+
+    return Build(conv_prefill, THREADS)
+
+
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """One kernel."""
+    """One kernel of decode and of the history, one of prefill."""
     yield conv_kernel(starts_early(capability))
+    yield conv_prefill_kernel(starts_early(capability))
 
 
 @dataclass(frozen=True)
@@ -127,13 +196,12 @@ class Channels:
 def conv(queue: Queue, y: int, mix: int, *, rows: Rows, channels: Channels) -> None:
     """y [T, X] BF16 = convolution of mix [T, W] BF16; the history moves from slot state_in to
     state_out."""
-    blocks = div_ceil(channels.X, 2 * THREADS)
-    pieces = div_ceil(rows.longest, PIECE)
-    tables = (rows.indptr, rows.state_in, rows.state_out)
-    addresses = (mix, channels.taps, channels.history, *tables)
-    item, sizes = conv_kernel(queue.early), (channels.X, channels.W, rows.B)
-    grid = (rows.B * pieces * blocks,)
-    queue.launch(item, grid, y, *addresses, *sizes, PIECE, pieces, blocks)
-    if pieces > 1:
-        grid = (rows.B * blocks,)
-        queue.launch(item, grid, 0, *addresses, *sizes, PIECE, 1, blocks)
+    addresses = (mix, channels.taps, channels.history, rows.indptr, rows.state_in)
+    blocks, sizes = div_ceil(channels.X, 2 * THREADS), (channels.X, channels.W)
+    if rows.longest > PIECE:
+        wide, pieces = div_ceil(channels.X, WIDE * THREADS), div_ceil(rows.longest, PIECE)
+        grid = (rows.B * pieces * wide,)
+        queue.launch(conv_prefill_kernel(queue.early), grid, y, *addresses, *sizes, pieces, wide)
+        y = 0
+    grid = (rows.B * blocks,)
+    queue.launch(conv_kernel(queue.early), grid, y, *addresses, rows.state_out, *sizes, blocks)

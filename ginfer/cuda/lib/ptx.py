@@ -202,3 +202,70 @@ mul_rn_f32 = ptx_op("mul.rn.f32 $0, $1, $2;", "f", "ff", effects=False)
 div_rn_f32 = ptx_op("div.rn.f32 $0, $1, $2;", "f", "ff", effects=False)
 rsqrt_approx = ptx_op("rsqrt.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
 log2_approx = ptx_op("lg2.approx.ftz.f32 $0, $1;", "f", "f", effects=False)
+
+
+# Several instructions on local arrays at once, for kernels that repeat them too often for Numba.
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$0,$1,$2,$3};"
+)
+
+
+def _elements(context, builder, typed, array, first, count):
+    """Pointers to elements first .. first + count - 1 of a local array."""
+    data = context.make_array(typed)(context, builder, array).data
+    index = [builder.add(first, ir.Constant(ir.IntType(64), i)) for i in range(count)]
+    return [builder.gep(data, [i], inbounds=True) for i in index]
+
+
+@intrinsic
+def mma_split_add(typingctx, c, p, high, low, b0, b1, b2, b3):
+    """c[p : p + 4] += (high + low) B, c[p + 4 : p + 8] += (high + low) B' of a 16-deep step; B is
+    b0 and b1, B' is b2 and b3."""
+
+    def codegen(context, builder, sig, args):
+        zero = ir.Constant(ir.IntType(64), 0)
+        sums = _elements(context, builder, sig.args[0], args[0], args[1], 8)
+        f32, i32 = ir.FloatType(), ir.IntType(32)
+        function = ir.FunctionType(ir.LiteralStructType([f32] * 4), [i32] * 6 + [f32] * 4)
+        mma = ir.InlineAsm(function, _MMA, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3")
+        for typed, a in ((sig.args[2], args[2]), (sig.args[3], args[3])):
+            rows = [builder.load(x) for x in _elements(context, builder, typed, a, zero, 4)]
+            for n in range(2):
+                places = sums[4 * n : 4 * n + 4]
+                b = args[4 + 2 * n : 6 + 2 * n]
+                found = builder.call(mma, [*rows, *b, *map(builder.load, places)])
+                for i, place in enumerate(places):
+                    builder.store(builder.extract_value(found, i), place)
+        return context.get_dummy_value()
+
+    u = types.uint32
+    return types.void(c, types.int64, high, low, u, u, u, u), codegen
+
+
+@intrinsic
+def split_bf16(typingctx, high, low, v, p):
+    """A operands of a 16-deep step from sums v[p : p + 8]: high, the nearest BF16, and low, what
+    that leaves, BF16 too; [4] pairs each."""
+
+    def codegen(context, builder, sig, args):
+        zero, i32, f32 = ir.Constant(ir.IntType(64), 0), ir.IntType(32), ir.FloatType()
+        pack = ir.InlineAsm(
+            ir.FunctionType(i32, [f32, f32]), "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f"
+        )
+        places = _elements(context, builder, sig.args[2], args[2], args[3], 8)
+        v = [builder.load(place) for place in places]
+        highs, lows = (_elements(context, builder, sig.args[i], args[i], zero, 4) for i in range(2))
+        for i in range(4):
+            pair = builder.call(pack, [v[2 * i + 1], v[2 * i]])
+            builder.store(pair, highs[i])
+            below = builder.shl(pair, ir.Constant(i32, 16))
+            above = builder.and_(pair, ir.Constant(i32, 0xFFFF0000))
+            rest = [
+                builder.fsub(x, builder.bitcast(y, f32))
+                for x, y in ((v[2 * i + 1], above), (v[2 * i], below))
+            ]
+            builder.store(builder.call(pack, rest), lows[i])
+        return context.get_dummy_value()
+
+    return types.void(high, low, v, types.int64), codegen

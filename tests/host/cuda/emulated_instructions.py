@@ -186,6 +186,21 @@ def _mma(*values):
     return tuple(f32(c[2 * h + i] + product[g + 8 * h, t + i]) for h in range(2) for i in range(2))
 
 
+def _mma_split_add(c, p, high, low, *b):
+    for a in (high, low):
+        for n in range(2):
+            at = p + 4 * n
+            c[at : at + 4] = yield from _mma(*a, *b[2 * n : 2 * n + 2], *c[at : at + 4])
+
+
+def _split_bf16(high, low, v, p):
+    for i in range(4):
+        pair = [f32(x) for x in v[p + 2 * i : p + 2 * i + 2]]
+        bits = [bf16_bits(x) for x in pair]
+        rest = [bf16_bits(f32(x) - float_of(b << 16)) for x, b in zip(pair, bits)]
+        high[i], low[i] = bits[1] << 16 | bits[0], rest[1] << 16 | rest[0]
+
+
 def _cp_async(to, source, nbytes=16):
     words = machine.words(source, 4) if nbytes else (0, 0, 0, 0)
     _shared_store("<4I")(to, *words)
@@ -259,6 +274,8 @@ _OTHERS = {
     "ldmatrix_x4": _ldmatrix(False),
     "ldmatrix_x4_trans": _ldmatrix(True),
     "mma_m16n8k16_bf16": _mma,
+    "mma_split_add": _mma_split_add,
+    "split_bf16": _split_bf16,
     "shfl_xor_f32": _shuffle,
     "shfl_xor_u32": _shuffle,
     "f32_from_bits": float_of,

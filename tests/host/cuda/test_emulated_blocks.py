@@ -12,6 +12,7 @@ from tests.device_cases import (
     check_embedding,
     check_gdn,
     check_rms_norm,
+    gdn_chunks,
     gdn_step,
     make_cache,
     make_gdn,
@@ -70,6 +71,26 @@ def test_gdn_step(run):
     it = make_gdn(5, (1, 2), [2, 1], [(1, 1), (0, 2)])
     convolved, before = check_conv(run, it), it.state.copy()
     check_gdn(it, convolved, before, gdn_step(run, it, convolved))
+
+
+def test_gdn_chunks_that_begin_and_end_anywhere(plain):
+    it = make_gdn(8, (1, 1), [63], [(0, 1)])
+    convolved, before = check_conv(plain, it), it.state.copy()
+    check_gdn(it, convolved, before, gdn_chunks(plain, it, convolved, [3]))
+
+
+@pytest.mark.long
+def test_a_cut_at_a_multiple_of_64_changes_no_bit(plain):
+    it, other = (make_gdn(9, (1, 1), [66], [(0, 0)]) for _ in range(2))
+    convolved = check_conv(plain, it)
+    whole = gdn_chunks(plain, it, convolved, [0])
+    mix, ab, parts = other.mix, other.ab, []
+    for first, end in ((0, 64), (64, 66)):
+        other.mix, other.ab = mix[first:end].copy(), ab[first:end].copy()
+        other.indptr = np.array([0, end - first], np.int32)
+        parts.append(gdn_chunks(plain, other, convolved[first:end].copy(), [first]))
+    assert (np.concatenate(parts) == whole).all()
+    assert (other.state == it.state).all()
 
 
 def test_gdn_steps_one_by_one_are_the_steps_at_once(plain):

@@ -1,0 +1,311 @@
+"""Gated DeltaNet inside its chunks of 64 tokens (prefill family): what needs no state.
+
+Per chunk and value head, rows i and j of a chunk, G the running sum of g in it:
+  A = strict_lower(beta_i (k_i . k_j) e^(G_i - G_j)), T = (I + A)^-1 diag(beta),
+  P = lower((q_i . k_j) e^(G_i - G_j)),
+with k = unit(k), q = unit(q) / sqrt(K) and the gates of `step`. Products are of BF16 inputs as they
+are, their lengths are divided out in FP32; T is found by substitution in FP32 and kept as a BF16
+and what that leaves, BF16 too. Rows beyond the end of a chunk are zero in all of it.
+
+Legend: HK key heads, HV value heads, K = 128, X channels. Blocks are 16 x 16; only those on and
+below the diagonal are kept, row after row, each in the order of the B operands of two m16n8k16.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from numba import cuda, float32, int64, uint32
+
+from ginfer.cuda.attention.pages import PANEL_NBYTES, TILE, chunk_at
+from ginfer.cuda.attention.products import mma_add, row_fragment
+from ginfer.cuda.gdn.step import L2_EPS, WIDTH, decay_of
+from ginfer.cuda.lib.numeric import (
+    follow,
+    high_f32,
+    low_f32,
+    pack_bf16,
+    row_of_32,
+    sigmoid,
+    softplus,
+)
+from ginfer.cuda.lib.ptx import (
+    cp_async_16_or_zero,
+    cp_async_commit,
+    cp_async_wait_0,
+    div_u32,
+    f32_from_bits,
+    fma_f32,
+    ld_global_f32,
+    ld_global_u32,
+    ld_shared_f32,
+    ld_shared_u32x2,
+    ld_shared_u32x4,
+    rsqrt_approx,
+    shared_address,
+    st_global_f32,
+    st_global_u32x4,
+    st_shared_f32,
+)
+from ginfer.cuda.runtime.jit import Build, kernel
+from ginfer.cuda.runtime.queue import starts_early
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ginfer.cuda.runtime.jit import Kernel
+
+CHUNK = TILE
+THREADS = 128
+BLOCK_NBYTES, BLOCKS = 512, 10
+LOW_AT, P_AT = BLOCKS * BLOCK_NBYTES, 2 * BLOCKS * BLOCK_NBYTES
+# behind the blocks: factors of S^T k, S^T q, k per row, and of the state, FP32
+FACTORS_AT = 3 * BLOCKS * BLOCK_NBYTES
+END_AT = FACTORS_AT + 3 * CHUNK * 4
+WITHIN_NBYTES = END_AT + 16
+PITCH = CHUNK + 4  # floats
+TILE_NBYTES = 2 * PANEL_NBYTES
+MATRIX_NBYTES = CHUNK * PITCH * 4
+VECTORS_AT = 2 * MATRIX_NBYTES  # the matrices take the place of k and q
+SHARED_NBYTES = VECTORS_AT + 5 * CHUNK * 4
+
+
+def rows_fetch(threads: int, columns: int) -> Any:
+    """Device function fetch(to, source, pitch, count, thread): start copying 64 rows of so many
+    BF16 columns, `pitch` bytes apart, to panels; rows from `count` on become zero."""
+    chunks = columns // 8
+    shift, step = chunks.bit_length() - 1, threads // chunks
+    assert step % 8 == 0, "rows of a thread lie at one place of the swizzle"
+
+    @cuda.jit(device=True, inline="always")
+    def fetch(to, source, pitch, count, thread):
+        row, chunk = uint32(thread >> uint32(shift)), uint32(thread & uint32(chunks - 1))
+        at = source + int64(row) * pitch + int64(chunk) * 16
+        place = uint32(to + (chunk >> uint32(3)) * uint32(PANEL_NBYTES))
+        place = uint32(place + chunk_at(row, uint32(chunk & uint32(7))))
+        for i in range(CHUNK // step):
+            there = uint32(row + uint32(i * step)) < count
+            nbytes = uint32(16) if there else uint32(0)
+            cp_async_16_or_zero(uint32(place + uint32(i * step * 128)), at, nbytes)
+            at += pitch * step if there else int64(0)
+
+    return fetch
+
+
+@kernel(*(int64,) * 5, *(uint32,) * 2)
+def gdn_prepare_kernel(early: int):  # type: ignore[no-untyped-def]
+    """Arguments within, convolved, ab, gates, chunks, HK, HV. A block takes a chunk and a value
+    head. within: [chunks][HV][WITHIN_NBYTES]; chunks: u32 (first column, columns) each."""
+    start, shorten, fetch = follow(early), WIDTH**-0.5, rows_fetch(THREADS, WIDTH)
+    sums, invk, invq, betas, raw = (VECTORS_AT + i * CHUNK * 4 for i in range(5))
+
+    @cuda.jit(device=True, inline="always")
+    def length(tile, row):
+        """1 / |x| of a row of 128."""
+        total = float32(0.0)
+        for c in range(WIDTH // 8):
+            place = uint32(uint32(c >> 3) * uint32(PANEL_NBYTES))
+            place = uint32(tile + place + chunk_at(row, uint32(c & 7)))
+            q = ld_shared_u32x4(place)
+            for i in range(4):
+                total = fma_f32(low_f32(q[i]), low_f32(q[i]), total)
+                total = fma_f32(high_f32(q[i]), high_f32(q[i]), total)
+        return rsqrt_approx(total + float32(L2_EPS))
+
+    @cuda.jit(device=True, inline="always")
+    def vectors(base, thread):
+        """Lengths, and running sums of g in ascending order."""
+        row = uint32(thread & uint32(CHUNK - 1))
+        word = uint32(base + row * uint32(4))
+        if thread < uint32(CHUNK):
+            st_shared_f32(uint32(word + uint32(invk)), length(base, row))
+            total = float32(0.0)
+            for m in range(CHUNK):
+                g = ld_shared_f32(uint32(base + uint32(raw + 4 * m)))
+                total = total + (g if uint32(m) <= row else float32(0.0))
+            st_shared_f32(uint32(word + uint32(sums)), total)
+        else:
+            found = length(uint32(base + uint32(TILE_NBYTES)), row)
+            st_shared_f32(uint32(word + uint32(invq)), found * float32(shorten))
+
+    @cuda.jit(device=True, inline="always")
+    def scores(kk, qk, base, warp, lane):
+        """K K^T and Q K^T of the warp's 16 rows, of raw inputs."""
+        for i in range(32):
+            kk[i] = float32(0.0)
+            qk[i] = float32(0.0)
+        queries, row = uint32(base + uint32(TILE_NBYTES)), uint32(warp * uint32(16))
+        for step in range(WIDTH // 16):
+            k = row_fragment(base, row, uint32(step), PANEL_NBYTES, lane)
+            q = row_fragment(queries, row, uint32(step), PANEL_NBYTES, lane)
+            for n in range(4):
+                if uint32(n) <= warp:
+                    b = row_fragment(base, uint32(16 * n), uint32(step), PANEL_NBYTES, lane)
+                    mma_add(kk, 8 * n, k, b[0], b[2])
+                    mma_add(kk, 8 * n + 4, k, b[1], b[3])
+                    mma_add(qk, 8 * n, q, b[0], b[2])
+                    mma_add(qk, 8 * n + 4, q, b[1], b[3])
+
+    @cuda.jit(device=True, inline="always")
+    def weigh(kk, qk, p, base, i, j):
+        """Element p of both products, row i and column j: A to its place, transposed, P in place of
+        Q K^T."""
+        row, column = uint32(base + i * uint32(4)), uint32(base + j * uint32(4))
+        decay, a = float32(0.0), float32(0.0)
+        if j <= i:
+            g = ld_shared_f32(uint32(row + uint32(sums)))
+            decay = decay_of(g - ld_shared_f32(uint32(column + uint32(sums))))
+        decay = decay * ld_shared_f32(uint32(column + uint32(invk)))
+        qk[p] = qk[p] * ld_shared_f32(uint32(row + uint32(invq))) * decay
+        if j < i:
+            beta = ld_shared_f32(uint32(row + uint32(betas)))
+            a = kk[p] * ld_shared_f32(uint32(row + uint32(invk))) * beta * decay
+        st_shared_f32(uint32(base + (j * uint32(PITCH) + i) * uint32(4)), a)
+
+    @cuda.jit(device=True, inline="always")
+    def weigh_blocks(kk, qk, base, out, warp, lane):
+        """The warp's blocks of A and P."""
+        for n in range(4):
+            if uint32(n) <= warp:
+                for e in range(8):
+                    i = uint32(warp * uint32(16) + (lane >> uint32(2)) + uint32((e & 2) * 4))
+                    j = uint32(uint32(16 * n + (e >> 2) * 8 + (e & 1)) + (lane & uint32(3)) * 2)
+                    weigh(kk, qk, 8 * n + e, base, i, j)
+                block = int64(((warp * (warp + uint32(1))) >> uint32(1)) + uint32(n))
+                st_global_u32x4(
+                    out + P_AT + block * BLOCK_NBYTES + int64(lane) * 16,
+                    pack_bf16(qk[8 * n], qk[8 * n + 1]),
+                    pack_bf16(qk[8 * n + 4], qk[8 * n + 5]),
+                    pack_bf16(qk[8 * n + 2], qk[8 * n + 3]),
+                    pack_bf16(qk[8 * n + 6], qk[8 * n + 7]),
+                )
+
+    @cuda.jit(device=True, inline="always")
+    def take(r, at, x, first):
+        """r -= x a for the rows of a column of 16 from `at`, four by four, from row `first`."""
+        for q in range(4):
+            if 4 * q + 3 > first:
+                a = ld_shared_u32x4(uint32(at + uint32(16 * q)))
+                for e in range(4):
+                    r[4 * q + e] = fma_f32(-f32_from_bits(a[e]), x, r[4 * q + e])
+
+    @cuda.jit(device=True, inline="always")
+    def sweep(r, at, first):
+        """Four steps of the substitution of a block of 16. A itself is strictly lower."""
+        for m in range(4):
+            take(r, uint32(at + uint32((first + m) * PITCH * 4)), r[first + m], first + m)
+
+    @cuda.jit(device=True, inline="always")
+    def invert(base, thread):
+        """Column `thread` of (I + A)^-1, block after block of 16 rows."""
+        r = cuda.local.array(16, float32)
+        first = uint32(thread & uint32(32))  # above it a warp's columns are zero
+        column = uint32(base + uint32(MATRIX_NBYTES) + thread * uint32(4))
+        row = first
+        while row < uint32(CHUNK):
+            for i in range(16):
+                r[i] = float32(1.0) if uint32(row + uint32(i)) == thread else float32(0.0)
+            m = first
+            while m < row:
+                x = ld_shared_f32(uint32(column + m * uint32(PITCH * 4)))
+                take(r, uint32(base + (m * uint32(PITCH) + row) * uint32(4)), x, -1)
+                m = uint32(m + uint32(1))
+            at = uint32(base + row * uint32(PITCH * 4 + 4))
+            sweep(r, at, 0)
+            sweep(r, at, 4)
+            sweep(r, at, 8)
+            sweep(r, at, 12)
+            for i in range(16):
+                st_shared_f32(uint32(column + (row + uint32(i)) * uint32(PITCH * 4)), r[i])
+            row = uint32(row + uint32(16))
+
+    @cuda.jit(device=True, inline="always")
+    def inverse_pair(base, i, j):
+        """T[i, j], T[i, j + 1]: a BF16 pair, and what it leaves."""
+        at = uint32(base + uint32(MATRIX_NBYTES) + (i * uint32(PITCH) + j) * uint32(4))
+        x, word = ld_shared_u32x2(at), uint32(base + uint32(betas) + j * uint32(4))
+        b = ld_shared_u32x2(word)
+        low, high = (
+            f32_from_bits(x[0]) * f32_from_bits(b[0]),
+            f32_from_bits(x[1]) * f32_from_bits(b[1]),
+        )
+        pair = pack_bf16(low, high)
+        return pair, pack_bf16(low - low_f32(pair), high - high_f32(pair))
+
+    @cuda.jit(device=True, inline="always")
+    def keep_inverse(base, out, warp, lane):
+        """The warp's blocks of T."""
+        for n in range(4):
+            if uint32(n) <= warp:
+                i = uint32(warp * uint32(16) + (lane >> uint32(2)))
+                j = uint32(uint32(16 * n) + (lane & uint32(3)) * uint32(2))
+                a, c = inverse_pair(base, i, j), inverse_pair(base, i, uint32(j + uint32(8)))
+                i = uint32(i + uint32(8))
+                d, e = inverse_pair(base, i, j), inverse_pair(base, i, uint32(j + uint32(8)))
+                block = int64(((warp * (warp + uint32(1))) >> uint32(1)) + uint32(n))
+                to = out + block * BLOCK_NBYTES + int64(lane) * 16
+                st_global_u32x4(to, a[0], c[0], d[0], e[0])
+                st_global_u32x4(to + LOW_AT, a[1], c[1], d[1], e[1])
+
+    @cuda.jit(device=True, inline="always")
+    def keep_factors(base, out, row):
+        """What multiplies a row of S^T k, of S^T q, of k; and the state."""
+        word = uint32(base + row * uint32(4))
+        g = ld_shared_f32(uint32(word + uint32(sums)))
+        end = ld_shared_f32(uint32(base + uint32(sums + 4 * CHUNK - 4)))
+        k, decay = ld_shared_f32(uint32(word + uint32(invk))), decay_of(g)
+        to = out + FACTORS_AT + int64(row) * 4
+        st_global_f32(to, k * decay)
+        st_global_f32(to + 4 * CHUNK, ld_shared_f32(uint32(word + uint32(invq))) * decay)
+        st_global_f32(to + 8 * CHUNK, k * decay_of(end - g))
+        if row < uint32(4):
+            st_global_f32(out + END_AT + int64(row) * 4, decay_of(end))
+
+    @cuda.jit(fastmath=True, launch_bounds=THREADS)
+    def gdn_prepare(within, convolved, ab, gates, chunks, HK, HV):
+        base = uint32(shared_address(cuda.shared.array(0, uint32)))
+        kk, qk = cuda.local.array(32, float32), cuda.local.array(32, float32)
+        start()
+        thread = uint32(cuda.threadIdx.x)
+        warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
+        item = div_u32(uint32(cuda.blockIdx.x), HV)
+        h = uint32(uint32(cuda.blockIdx.x) - item * HV)
+        key = div_u32(h, div_u32(HV, HK))
+        t = ld_global_u32(row_of_32(chunks, uint32(item * uint32(2))))
+        n = ld_global_u32(row_of_32(chunks, uint32(item * uint32(2) + uint32(1))))
+        width = int64(HK * uint32(2) + HV) * (2 * WIDTH)
+        q = convolved + int64(t) * width + int64(key) * (2 * WIDTH)
+        fetch(base, q + int64(HK) * (2 * WIDTH), width, n, thread)
+        fetch(uint32(base + uint32(TILE_NBYTES)), q, width, n, thread)
+        cp_async_commit()
+        if thread < uint32(CHUNK):
+            g, beta = float32(0.0), float32(0.0)
+            if thread < n:
+                at = ab + (int64(t + thread) * int64(HV) * 2 + int64(h)) * 4
+                bias = ld_global_f32(gates + int64(HV + h) * 4)
+                g = ld_global_f32(gates + int64(h) * 4) * softplus(ld_global_f32(at) + bias)
+                beta = sigmoid(ld_global_f32(at + int64(HV) * 4))
+            word = uint32(base + thread * uint32(4))
+            st_shared_f32(uint32(word + uint32(raw)), g)
+            st_shared_f32(uint32(word + uint32(betas)), beta)
+        cp_async_wait_0()
+        cuda.syncthreads()
+        vectors(base, thread)
+        scores(kk, qk, base, warp, lane)
+        cuda.syncthreads()
+        out = within + (int64(item) * int64(HV) + int64(h)) * WITHIN_NBYTES
+        weigh_blocks(kk, qk, base, out, warp, lane)
+        cuda.syncthreads()
+        if thread < uint32(CHUNK):
+            invert(base, thread)
+        else:
+            keep_factors(base, out, uint32(thread - uint32(CHUNK)))
+        cuda.syncthreads()
+        keep_inverse(base, out, warp, lane)
+
+    return Build(gdn_prepare, THREADS, SHARED_NBYTES)
+
+
+def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
+    """One kernel."""
+    yield gdn_prepare_kernel(starts_early(capability))
