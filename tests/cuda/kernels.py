@@ -6,9 +6,12 @@ from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.lib.ptx import (
     atomic_inc_u32,
+    f32_from_bits,
     fence_async_proxy,
+    ld_acquire_system_u32,
     ld_acquire_u32,
     ld_global_f32,
+    ld_global_u32,
     ld_shared_u32,
     let_next_kernel_start,
     mbarrier_expect_bytes,
@@ -17,6 +20,7 @@ from ginfer.cuda.lib.ptx import (
     shared_address,
     st_global_f32,
     st_global_u32,
+    st_release_system_u32,
     st_shared_u32,
     tensor_copy_2d_to_shared,
     wait_for_previous_kernel,
@@ -100,6 +104,31 @@ def meet_kernel():
             st_global_u32(y + int64(cuda.blockIdx.x) * 4, uint32(1))
 
     return Build(meet, 32)
+
+
+@kernel(*(int64,) * 6, uint32)
+def sum_of_ranks_kernel(threads):
+    """out[i] = mine[i] + peer[i], float32, i < n, once both ranks are there: a block raises a flag
+    at the peer and waits for its own. Epochs, one word a block, grow by one per launch."""
+
+    @cuda.jit(launch_bounds=threads)
+    def sum_of_ranks(out, mine, peer, my_flags, peer_flags, epochs, n):
+        flag = int64(cuda.blockIdx.x) * 4
+        epoch = uint32(ld_global_u32(epochs + flag) + uint32(1))
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 0:
+            st_release_system_u32(peer_flags + flag, epoch)
+            while ld_acquire_system_u32(my_flags + flag) < epoch:
+                pass
+            st_global_u32(epochs + flag, epoch)
+        cuda.syncthreads()
+        i = uint32(cuda.blockIdx.x * uint32(threads) + cuda.threadIdx.x)
+        if i < n:
+            at = int64(i) * 4
+            theirs = f32_from_bits(ld_acquire_system_u32(peer + at))
+            st_global_f32(out + at, ld_global_f32(mine + at) + theirs)
+
+    return Build(sum_of_ranks, threads)
 
 
 @kernel(int64, int64, uint32, uint32)
@@ -186,7 +215,10 @@ def stack_kernel():
     return Build(stack, 32)
 
 
-ANYWHERE = (scale_kernel(256, 3), fault_kernel(), reverse_kernel(20_000), meet_kernel())
+ANYWHERE = (
+    *(scale_kernel(256, 3), fault_kernel(), reverse_kernel(20_000), meet_kernel()),
+    sum_of_ranks_kernel(256),
+)
 SM_90 = (add_kernel(256), tile_kernel(1024))
 DECODE_MMA_SPANS = tuple(  # other plans than the one in use
     linear_decode_mma_kernel("Q4G64_F16S", 2, span, Epilogue.STORE_BF16) for span in (2, 3)
