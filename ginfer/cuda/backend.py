@@ -8,6 +8,7 @@ batches, and all of them without graphs, are launched one by one; the bits are t
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -79,16 +80,21 @@ class CudaBackend:
         self._device = Device()
         capability = native_capability(self._device.info.capability)
         self._free_nbytes = self._device.free_nbytes()  # before anything is taken
-        image = Image.open(
-            capability, kernels_of(capability), device_capability=self._device.info.capability
-        )
-        self._queue = Queue(image, Stream())
+        with ExitStack() as held:
+            held.callback(self._device.close)
+            image = Image.open(
+                capability, kernels_of(capability), device_capability=self._device.info.capability
+            )
+            held.callback(image.close)
+            self._queue = Queue(image, Stream())
+            held.callback(self._queue.stream.close)
+            self._held = held.pop_all()
         self._kernels_nbytes = self._taken()
         self._graphs_nbytes = 0
         self._model: Model | None = None
         self._memory: Arena | None = None
         self._graphs: dict[int, Graph] = {}
-        self._replayed = False
+        self._replayed = self._closed = False
         self.clock: RoundClock | None = None
 
     def _taken(self) -> int:
@@ -118,6 +124,7 @@ class CudaBackend:
         not fit."""
         self._device.use()
         self._model = upload(self._spec, tensors, self._queue.stream, progress)
+        self._held.callback(self._model.arena.close)
 
     def allocate(self, plan: MemoryPlan) -> None:
         """Take and zero all memory, then capture the graphs of decode rounds."""
@@ -127,10 +134,15 @@ class CudaBackend:
         self._num_lanes = plan.num_rows
         parts = request_parts(spec, plan)
         self._memory = memory = Arena(parts_nbytes(parts), "memory of requests")
+        hold = self._held.callback
+        hold(memory.close)
         self._slots = Slots(spec, plan, memory, queue.stream)
+        hold(self._slots.close)
         words = table_words(spec, plan, selected)
         self._frame = Frame(spec, plan, memory, words=words, queue=queue)
+        hold(self._frame.close)
         self._selector = Selector(spec, plan, memory, selected=selected, queue=queue)
+        hold(self._selector.close)
         sms = self._device.info.num_sms
         self._blocks = Blocks(spec, plan, self._model, queue=queue, num_sms=sms)
         tables = (self._frame, self._selector.tokens)
@@ -155,7 +167,8 @@ class CudaBackend:
                 self._blocks.mlp(i, staged, Phase.DECODE)
             self._blocks.head(staged, B)
 
-        self._graphs[B] = Graph(self._queue.stream, work, name=f"decode round of {B}")
+        self._graphs[B] = graph = Graph(self._queue.stream, work, name=f"decode round of {B}")
+        self._held.callback(graph.close)
 
     def _mixer(self, layer_idx: int, staged: Staged, phase: Phase) -> None:
         gated = self._spec.layers[layer_idx] is LayerKind.GATED_DELTANET
@@ -292,18 +305,10 @@ class CudaBackend:
         }
 
     def close(self) -> None:
-        """Free graphs and memory."""
+        """Wait for all work, then free graphs, memory, kernels and the context."""
+        if self._closed:
+            return
+        self._closed = True
         self._device.use()
-        for graph in self._graphs.values():
-            graph.close()
-        self._graphs = {}
-        if self._memory is not None:
-            self._queue.stream.synchronize()
-            self._frame.close()
-            self._slots.close()
-            self._selector.close()
-            self._memory.close()
-            self._memory = None
-        if self._model is not None:
-            self._model.arena.close()
-            self._model = None
+        self._queue.stream.synchronize()
+        self._held.close()

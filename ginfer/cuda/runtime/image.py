@@ -82,6 +82,12 @@ class Image:
         """Put a kernel on a stream; `how` as in Function.launch."""
         self[item].launch(grid, stream, *arguments, **how)
 
+    def close(self) -> None:
+        """Unload all kernels."""
+        for function in self.functions.values():
+            function.close()
+        self.functions.clear()
+
 
 def native_capability(device: tuple[int, int]) -> str:
     """The capability to build for a device. Raises ConfigError for a GPU without kernels."""

@@ -74,6 +74,9 @@ class Device:
     def free_nbytes(self):
         return 1 << 30
 
+    def close(self):
+        pass
+
 
 class Image:
     """Launches kernels as emulated threads."""
@@ -82,6 +85,9 @@ class Image:
 
     def __init__(self, driver):
         self.driver, self.plans = driver, PlanTable.load(CAPABILITY)
+
+    def close(self):
+        pass
 
     def __getitem__(self, item):
         return SimpleNamespace(occupancy=lambda: 1)
