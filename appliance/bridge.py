@@ -33,7 +33,7 @@ STABLE_S = 60.0  # an engine that served so long starts the back-off anew
 EXIT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 30.0
 WATCHDOG_S = 60.0
-READ_NBYTES = 1 << 18
+_DELTAS = FrameType.DELTAS  # members of an enumeration are slow to find
 CHILD_MODULE = "appliance.engine_process"
 
 
@@ -183,7 +183,7 @@ class EngineBridge:
         """One life of the engine process, from start to end; returns why it ended."""
         self._failure = None
         try:
-            self._child = await _Child.spawn(self._log_format)
+            self._child = await _Child.spawn(self._log_format, self._dispatch)
         except OSError as error:
             return f"the engine process cannot be started: {error}"
         try:
@@ -193,7 +193,7 @@ class EngineBridge:
             self._watchdog.reset()
             watch = asyncio.create_task(self._watch(self._child))
             try:
-                await self._read_frames(self._child)
+                await self._child.ended
             finally:
                 watch.cancel()
         except WireError as error:
@@ -219,17 +219,13 @@ class EngineBridge:
                 child.give_up()
                 return
 
-    async def _read_frames(self, child: _Child) -> None:
-        """Dispatch frames until the child closes its socket."""
-        decoder = FrameDecoder()
-        while data := await child.read():
-            for frame in decoder.feed(data):
-                self._dispatch(frame)
-
     def _dispatch(self, frame: Frame) -> None:
+        if frame.type is _DELTAS:  # almost all are
+            self._on_events(frame)
+            return
         match frame.type:
-            case FrameType.STARTED | FrameType.DELTA | FrameType.FINISHED | FrameType.FAILED:
-                self._on_event(frame)
+            case FrameType.STARTED | FrameType.FINISHED | FrameType.FAILED:
+                self._on_events(frame)
             case FrameType.ACCEPTED | FrameType.REFUSED:
                 self._on_answer(frame)
             case FrameType.HELLO:
@@ -249,13 +245,14 @@ class EngineBridge:
             case _:
                 raise WireError(f"unexpected {frame.type.name} frame from the engine process")
 
-    def _on_event(self, frame: Frame) -> None:
-        stream = self._streams.get(wire_values.request_id(frame))
-        if stream is None:  # cancelled a moment ago
-            return
-        stream.push(wire_values.decode_event(frame))
-        if stream.ended:
-            del self._streams[stream.request_id]
+    def _on_events(self, frame: Frame) -> None:
+        for event in wire_values.decode_events(frame):
+            stream = self._streams.get(event.request_id)
+            if stream is None:  # cancelled a moment ago
+                continue
+            stream.push(event)
+            if stream.ended:
+                del self._streams[stream.request_id]
 
     def _on_answer(self, frame: Frame) -> None:
         name = wire_values.request_id(frame)
@@ -291,27 +288,27 @@ class EngineBridge:
             stream.push(Failed(request_id=stream.request_id, error=error))
 
 
-class _Child:
-    """The engine process and our end of its socket."""
+class _Child(asyncio.Protocol):
+    """The engine process and our end of its socket, whose frames go to `dispatch`. `ended` is done
+    when the socket is closed, with WireError when what came is not to be read."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> None:
-        self.process = process
-        self._reader = reader
-        self._writer = writer
+    process: asyncio.subprocess.Process
+
+    def __init__(self, dispatch: Callable[[Frame], None]) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closed = asyncio.Event()
+        self._dispatch = dispatch
+        self._decoder = FrameDecoder()
 
     @classmethod
-    async def spawn(cls, log_format: str) -> _Child:
+    async def spawn(cls, log_format: str, dispatch: Callable[[Frame], None]) -> _Child:
         """Start the process. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
-            reader, writer = await asyncio.open_connection(sock=ours, limit=READ_NBYTES)
+            loop = asyncio.get_running_loop()
+            transport, child = await loop.create_connection(lambda: cls(dispatch), sock=ours)
             try:
-                process = await asyncio.create_subprocess_exec(
+                child.process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-P", "-m", CHILD_MODULE, str(theirs.fileno()), log_format),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=sys.stderr.fileno(),  # stdout belongs to the command line
@@ -320,36 +317,48 @@ class _Child:
                     env=_environment(),
                 )
             except BaseException:
-                writer.close()
+                transport.close()
                 raise
-        return cls(process, reader, writer)
+        return child
+
+    def connection_made(self, transport: Any) -> None:
+        """The socket is open."""
+        self._transport: asyncio.Transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Dispatch the frames that are complete."""
+        try:
+            for frame in self._decoder.feed(data):
+                self._dispatch(frame)
+        except Exception as error:
+            self._transport.abort()
+            if not self.ended.done():
+                self.ended.set_exception(error)
+
+    def connection_lost(self, _error: Exception | None) -> None:
+        """The child is gone."""
+        self._closed.set()
+        if not self.ended.done():
+            self.ended.set_result(None)
 
     def send(self, frame: Frame) -> None:
         """Queue a frame; to a dead child it is a no-op. Few and small: at most one per call."""
-        if not self._writer.is_closing():
-            self._writer.write(encode(frame))
-
-    async def read(self) -> bytes:
-        """Bytes from the child, empty at its end."""
-        try:
-            return await self._reader.read(READ_NBYTES)
-        except ConnectionError:
-            return b""
+        if not self._transport.is_closing():
+            self._transport.write(encode(frame))
 
     def give_up(self) -> None:
         """Kill the process and stop reading, whether or not it can end now."""
         with suppress(ProcessLookupError):
             self.process.kill()
-        self._writer.transport.abort()
+        self._transport.abort()
 
     async def stop(self) -> int:
         """Close the socket, which ends the child, and return its exit status; kill it when it
         lingers."""
-        self._writer.close()
+        self._transport.close()
         try:
             async with asyncio.timeout(EXIT_TIMEOUT_S):
-                with suppress(ConnectionError):
-                    await self._writer.wait_closed()
+                await self._closed.wait()
                 return await self.process.wait()
         except TimeoutError:
             self.process.kill()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ginfer.engine.request import Delta, Failed, Finished
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ginfer.engine.request import EngineInfo, Event, Request
 
@@ -65,6 +65,9 @@ class EventBuffer:
         else:
             self._events.append(event)
 
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events)
+
     def pop(self) -> Event:
         """Remove and return the oldest event; the buffer must not be empty."""
         return self._events.popleft()
@@ -79,17 +82,17 @@ def _mergeable(last: Delta, event: Delta) -> bool:
 
 
 class EventStream:
-    """Events of one accepted request, ending after Finished or Failed.
+    """Events of one accepted request, ending after Finished or Failed; for one reader.
 
-    Unlike an async generator it survives a cancelled `__anext__`, so a reader may wait with a
-    timeout and come back. `close` before the end cancels the request in the engine.
+    Unlike an async generator it survives a cancelled `__anext__` or `wait`. `close` before the end
+    cancels the request in the engine.
     """
 
     def __init__(self, request_id: str, on_close: Callable[[str], None]) -> None:
         self.request_id = request_id
         self._on_close = on_close
         self._buffer = EventBuffer()
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
         self._closed = False
         self.ended = False  # the terminal event is in the buffer or was read
 
@@ -100,27 +103,45 @@ class EventStream:
             return
         self.ended = isinstance(event, Finished | Failed)
         self._buffer.push(event)
-        self._arrived.set()
+        self.wake()
 
     def close(self) -> None:
         """Stop reading; cancels the request unless it has ended. May be called twice."""
         if not self._closed:
             self._closed = True
-            self._arrived.set()
+            self.wake()
             self._on_close(self.request_id)
+
+    def wake(self) -> None:
+        """Let a `wait` return, whether or not there is an event."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def wait(self) -> None:
+        """Return when there is an event to `pop`, at the end, or when woken."""
+        if self._buffer or self.ended or self._closed:
+            return
+        self._reader = asyncio.get_running_loop().create_future()
+        await self._reader
+
+    def pop(self) -> Event | None:
+        """The oldest unread event, None if there is none."""
+        return self._buffer.pop() if self._buffer and not self._closed else None
+
+    @property
+    def over(self) -> bool:
+        """Whether there is and will be nothing to pop."""
+        return self._closed or (self.ended and not self._buffer)
 
     def __aiter__(self) -> EventStream:
         return self
 
     async def __anext__(self) -> Event:
-        while not self._buffer and not self._closed:
-            if self.ended:
+        while (event := self.pop()) is None:
+            if self.over:
                 raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        if self._closed:
-            raise StopAsyncIteration
-        return self._buffer.pop()
+            await self.wait()
+        return event
 
 
 class EngineClient(Protocol):

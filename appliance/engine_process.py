@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import queue
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from appliance import wire_values
@@ -37,65 +39,91 @@ FLUSH_S = 2.0
 PROGRESS_S = 2.0
 ALIVE_S = 0.5
 COMPILERS = 4
+SWITCH_INTERVAL_S = 0.0005  # the loop gives way to requests that arrive within this time
 
 
 class Outbox:
-    """Frames on their way to the server. `put` and `push` never wait for it: unsent deltas of one
-    request merge, so that what is held is bounded by the output of the running requests."""
+    """Frames on their way to the server. Whoever queues them sends them, as far as the socket takes
+    them at once; the rest is left to `run`, a thread of its own, so that nobody waits for a slow
+    server. Unsent deltas of one request merge: what is held is bounded by the output of the running
+    requests."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._changed = threading.Condition()
         self._frames: deque[Frame] = deque()
         self._buffers: dict[str, EventBuffer] = {}
-        self._idle = True
+        self._rest: memoryview | None = None  # of what was encoded; only `run` sends it
+        self._gone = False
 
     def put(self, frame: Frame) -> None:
-        """Queue a frame that is no event."""
+        """Send a frame that is no event, after what waits."""
         with self._changed:
             self._frames.append(frame)
-            self._idle = False
-            self._changed.notify_all()
+            self._send()
 
     def beat(self, frame: Frame) -> None:
-        """Queue a sign of life, unless frames wait for a reader that is slow."""
+        """Send a sign of life, unless something waits for a reader that is slow."""
         with self._changed:
-            if not self._frames:
+            if self._rest is None:
                 self._frames.append(frame)
-                self._idle = False
-                self._changed.notify_all()
+                self._send()
 
     def push(self, event: Event) -> None:
-        """Queue an event; the engine's sink."""
+        """Take an event, to be sent by the next `put` or `end_round`; the engine's sink."""
         with self._changed:
-            self._buffers.setdefault(event.request_id, EventBuffer()).push(event)
-            self._idle = False
-            self._changed.notify_all()
+            buffer = self._buffers.get(event.request_id)
+            if buffer is None:
+                buffer = self._buffers[event.request_id] = EventBuffer()
+            buffer.push(event)
+
+    def end_round(self) -> None:
+        """Send the events of a round together."""
+        if self._buffers:
+            with self._changed:
+                self._send()
 
     def run(self) -> None:
-        """Send for ever; returns when the server is gone, which the reader sees too."""
-        with suppress(OSError):
-            while True:
-                for frame in self._take():
-                    self._sock.sendall(encode(frame))
+        """Send for ever what did not go at once; returns when the server is gone, which the reader
+        sees too."""
+        while not self._gone:
+            with self._changed:
+                self._changed.wait_for(lambda: self._rest is not None or self._gone)
+                rest = self._rest
+            try:
+                if rest is not None:
+                    self._sock.sendall(rest)
+            except OSError:
+                self._gone = True
+            with self._changed:
+                self._rest = None
+                self._send()
+                self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> None:
         """Wait until everything is sent, or for so long."""
         with self._changed:
-            self._changed.wait_for(lambda: self._idle, timeout_s)
+            self._changed.wait_for(lambda: self._rest is None, timeout_s)
 
-    def _take(self) -> Iterator[Frame]:
-        with self._changed:
-            self._idle = not self._frames and not self._buffers
+    def _send(self) -> None:
+        """Send what is queued unless something before it still waits; needs the lock."""
+        if self._rest is not None or self._gone or not (self._frames or self._buffers):
+            return
+        frames, self._frames = self._frames, deque()
+        buffers, self._buffers = self._buffers, {}
+        events = wire_values.encode_events(e for buffer in buffers.values() for e in buffer)
+        data = b"".join(map(encode, chain(frames, events)))
+        try:
+            num_sent = self._sock.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            num_sent = 0
+        except OSError:
+            self._gone = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._frames or self._buffers)
-            self._idle = False
-            frames, self._frames = self._frames, deque()
-            buffers, self._buffers = self._buffers, {}
-        yield from frames
-        for buffer in buffers.values():
-            while buffer:
-                yield from wire_values.encode_event(buffer.pop())
+            return
+        if num_sent < len(data):
+            self._rest = memoryview(data)[num_sent:]
+            self._changed.notify_all()
 
 
 class Compiling:
@@ -171,7 +199,10 @@ class EngineProcess:
         finally:
             over.set()
         engine.on_failure = self._fault.put
+        engine.on_told = self._outbox.end_round
         self._engine = engine
+        gc.collect()
+        gc.freeze()  # a full collection would halt a round for as long as it takes to walk all this
         self._outbox.put(Frame(FrameType.READY, {"info": engine.info}))
         threading.Thread(target=self._beat, args=(engine,), name="alive", daemon=True).start()
 
@@ -259,6 +290,7 @@ def main() -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(EventFormatter(sys.argv[2] if len(sys.argv) > 2 else "text", "engine"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     return EngineProcess(socket.socket(fileno=int(sys.argv[1]))).run()

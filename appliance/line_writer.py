@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 MAX_NBYTES = 4 * MIB  # held while the disk or the terminal is slow
+GATHER_S = 0.01  # lines of so long are written together: the thread wakes once for them
 CLOSE_S = 2.0
 
 
@@ -35,6 +36,7 @@ class LineWriter:
         self._lines: deque[bytes] = deque()
         self._nbytes = 0
         self._idle = True
+        self._hurry = False  # somebody waits for the lines
         self._closed = False
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="line-writer", daemon=True)
@@ -48,12 +50,15 @@ class LineWriter:
                 return
             self._lines.append(line)
             self._nbytes += len(line)
-            self._idle = False
-            self._changed.notify_all()
+            if self._idle:
+                self._idle = False
+                self._changed.notify_all()
 
     def flush(self, timeout_s: float = CLOSE_S) -> bool:
         """Wait until everything queued is written, or for so long; whether it is."""
         with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
             return self._changed.wait_for(lambda: self._idle, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
@@ -80,9 +85,11 @@ class LineWriter:
     def _take(self) -> list[bytes]:
         """The queued lines, when there are any; nothing at the end."""
         with self._changed:
-            self._idle = not self._lines
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._lines or self._closed)
+            if not self._lines:
+                self._idle, self._hurry = True, False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._lines or self._closed)
+            self._changed.wait_for(lambda: self._hurry or self._closed, GATHER_S)
             lines = list(self._lines)
             self._lines.clear()
             self._nbytes = 0

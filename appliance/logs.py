@@ -60,7 +60,10 @@ def _write_stderr(lines: Sequence[bytes]) -> None:
 
 def event(logger: logging.Logger, name: str, text: str = "", **fields: Any) -> None:
     """Log an event with members at level info."""
-    logger.info(text or name, extra={"event": name, "fields": fields})
+    if logger.isEnabledFor(logging.INFO):  # not `info`, which looks for its caller
+        extra = {"event": name, "fields": fields}
+        here = logger.name, logging.INFO, __file__, 0, text or name, (), None
+        logger.handle(logger.makeRecord(*here, extra=extra))
 
 
 def access(request: HttpRequest, status: int, error: str | None = None) -> None:

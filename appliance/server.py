@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from sanic.server.loop import try_use_uvloop
 
 from appliance import logs
 from appliance.app import create_app
@@ -40,6 +43,7 @@ def serve(config: ApplianceConfig, echo: Callable[[str], None] | None = None) ->
     echo: takes lines for the operator; they go to stderr by default. Raises ConfigError for a busy
     or impossible address, and what the engine raises when it cannot start."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try_use_uvloop()
     with logs.to_stderr(config.log_format):
         if config.log_format == "json":
             echo = logger.info
@@ -91,6 +95,8 @@ class _Server:
                     f"{info.max_concurrency} at once)"
                 )
                 await report_start(app.ctx)
+                gc.collect()
+                gc.freeze()  # a full collection would halt the event loop to walk what stays anyway
                 if self._config.log_stats_interval_s:
                     reports = asyncio.ensure_future(report_throughput(app.ctx))
                 await signalled

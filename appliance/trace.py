@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import time
 from asyncio import CancelledError
-from dataclasses import asdict
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self
 
 from appliance.errors import as_error
-from ginfer.engine.request import Failed, Finished, Started
+from ginfer.engine.request import Failed, Finished, SamplingParams, Started
 from ginfer.errors import OverloadedError, QueueTimeoutError, UnavailableError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MODEL_CHARS = 100
 SAFE_PARAM = re.compile(r"[A-Za-z0-9_.\[\]-]{1,100}")
+SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams) if f.name != "logit_bias")
 OWN_WORDS = (OverloadedError, QueueTimeoutError, UnavailableError)  # messages that quote nobody
 
 
@@ -114,8 +115,7 @@ class Trace:
 def _description(generation: Generation, request: EngineRequest) -> dict[str, Any]:
     """What was asked, without a word of it."""
     parts = [part for message in generation.messages for part in message.content]
-    sampling = asdict(request.sampling)
-    sampling.pop("logit_bias")
+    sampling = {name: getattr(request.sampling, name) for name in SAMPLING_FIELDS}
     return {
         "response_id": request.request_id,
         "model": generation.model[:MODEL_CHARS],

@@ -19,7 +19,7 @@ from ginfer.sizes import MIB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_NBYTES = 8 * MIB
 
 _LENGTH = struct.Struct("<I")
@@ -38,11 +38,14 @@ class FrameType(IntEnum):
     REFUSED = 7
     CANCEL = 8
     STARTED = 9
-    DELTA = 10
+    DELTAS = 10  # of several requests
     FINISHED = 11
     FAILED = 12
     STATS = 13  # both ways
     ALIVE = 14  # every second from READY on; carries the rounds run so far
+
+
+_TYPES = {int(kind): kind for kind in FrameType}
 
 
 class WireError(GInferError):
@@ -105,9 +108,9 @@ def _decode(body: bytes) -> Frame:
     if end > len(body):
         raise WireError(f"frame header of {header_nbytes} bytes in a frame of {len(body)}")
     try:
-        frame_type = FrameType(code)
-        header = orjson.loads(body[_PREFIX.size : end])
-    except ValueError as error:
+        frame_type = _TYPES[code]
+        header = orjson.loads(memoryview(body)[_PREFIX.size : end])
+    except (KeyError, ValueError) as error:
         raise WireError(f"frame type {code}: {error}") from None
     if not isinstance(header, dict):
         raise WireError(f"the header of a {frame_type.name} frame is no object")

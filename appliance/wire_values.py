@@ -6,8 +6,8 @@ Decoders check every type and length; whatever a frame holds, the only error is 
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +31,14 @@ from ginfer.errors import GInferError, error_from_code
 from ginfer.prompt import Channel, PreparedPrompt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
+    from collections.abc import Iterable, Iterator, Sequence
 
     from ginfer.engine.request import Event
 
 MESSAGE_CHARS = 1 << 16  # longest error message that crosses
-TEXT_CHARS = 1 << 20  # longest text in one frame: a character takes at most 6 bytes
+DELTAS_CHARS = 5 << 18  # most text in one frame: a character takes at most 6 bytes
+TEXT_CHARS = 1 << 20  # longest text of one delta
+DELTA_CHARS = 32  # what a delta takes beside its text
 
 
 class _Error(msgspec.Struct):
@@ -68,14 +68,8 @@ class _Submit(msgspec.Struct):
     grammar: str | None
 
 
-class _Delta(msgspec.Struct):
-    """Header of DELTA; num_top: alternatives of each logprob."""
-
-    request_id: str
-    channel: Channel
-    text: str
-    num_tokens: int
-    num_top: tuple[int, ...]
+_Deltas = list[tuple[str, Channel, str, int, tuple[int, ...]]]  # the last: tokens, tops
+_DELTAS = FrameType.DELTAS  # members of an enumeration are slow to find
 
 
 class _Failed(msgspec.Struct):
@@ -83,23 +77,29 @@ class _Failed(msgspec.Struct):
     error: _Error
 
 
-@contextmanager
-def _reading(frame: Frame) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, GInferError) as error:
-        raise WireError(f"malformed {frame.type.name} frame: {error}") from None
+class _Reading:
+    """A block whose errors are those of a malformed frame."""
+
+    def __init__(self, frame: Frame) -> None:
+        self._frame = frame
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, ValueError | TypeError | KeyError | GInferError):
+            raise WireError(f"malformed {self._frame.type.name} frame: {error}") from None
 
 
 def request_id(frame: Frame) -> str:
     """The request that a frame is about."""
-    with _reading(frame):
+    with _Reading(frame):
         return msgspec.convert(frame.header["request_id"], str)
 
 
 def num_rounds(frame: Frame) -> int:
     """How many rounds the engine has run, from ALIVE."""
-    with _reading(frame):
+    with _Reading(frame):
         return msgspec.convert(frame.header["rounds"], int)
 
 
@@ -115,7 +115,7 @@ def error_header(error: GInferError) -> dict[str, Any]:
 
 def decode_error(frame: Frame) -> GInferError:
     """The error in the header of REFUSED or FAULT."""
-    with _reading(frame):
+    with _Reading(frame):
         return _error(msgspec.convert(frame.header["error"], _Error))
 
 
@@ -131,14 +131,14 @@ def config_header(config: EngineConfig) -> dict[str, Any]:
 
 def decode_config(frame: Frame) -> EngineConfig:
     """The configuration in the header of HELLO."""
-    with _reading(frame):
+    with _Reading(frame):
         header = msgspec.convert(frame.header["config"], dict[str, Any])
         return EngineConfig(**header | {"package": Path(header["package"])})
 
 
 def decode_info(frame: Frame) -> EngineInfo:
     """What the engine is, from READY."""
-    with _reading(frame):
+    with _Reading(frame):
         return msgspec.convert(frame.header["info"], EngineInfo)
 
 
@@ -161,7 +161,7 @@ def encode_request(request: Request) -> Frame:
 
 def decode_request(frame: Frame) -> Request:
     """The request of SUBMIT."""
-    with _reading(frame):
+    with _Reading(frame):
         header = msgspec.convert(frame.header, _Submit)
         count = header.num_tokens
         tail = np.frombuffer(frame.tail, "<i4")
@@ -178,76 +178,113 @@ def decode_request(frame: Frame) -> Request:
         return Request(prompt=prompt, **{name: getattr(header, name) for name in names})
 
 
-def encode_event(event: Event) -> Iterator[Frame]:
-    """Frames of an event; only a delta with very long text needs more than one."""
-    if isinstance(event, Delta):
-        yield from _encode_delta(event)
-    elif isinstance(event, Started):
-        yield Frame(FrameType.STARTED, {"request_id": event.request_id, "event": event})
-    elif isinstance(event, Finished):
-        yield Frame(FrameType.FINISHED, {"request_id": event.request_id, "event": event})
-    else:
-        header = {"request_id": event.request_id, "error": error_header(event.error)}
-        yield Frame(FrameType.FAILED, header)
+def encode_events(events: Iterable[Event]) -> Iterator[Frame]:
+    """Frames of events, in order; neighbouring deltas share frames."""
+    deltas: list[Delta] = []
+    weight = 0
+    for event in events:
+        if isinstance(event, Delta):
+            for delta in _divided(event):
+                added = _weight(delta)
+                if deltas and weight + added > DELTAS_CHARS:
+                    yield _encode_deltas(deltas)
+                    deltas, weight = [], 0
+                deltas.append(delta)
+                weight += added
+            continue
+        if deltas:
+            yield _encode_deltas(deltas)
+            deltas, weight = [], 0
+        yield _encode_event(event)
+    if deltas:
+        yield _encode_deltas(deltas)
 
 
-def _encode_delta(event: Delta) -> Iterator[Frame]:
-    ids = np.array(event.token_ids, "<u4")
-    entries = [pair for p in event.logprobs for pair in ((p.token_id, p.logprob), *p.top)]
-    tail = ids.tobytes()
-    tail += np.array([i for i, _ in entries], "<u4").tobytes()
-    tail += np.array([value for _, value in entries], "<f8").tobytes()
-    header = {
-        "request_id": event.request_id,
-        "channel": event.channel,
-        "text": event.text[:TEXT_CHARS],
-        "num_tokens": len(ids),
-        "num_top": [len(p.top) for p in event.logprobs],
-    }
-    yield Frame(FrameType.DELTA, header, tail)
-    for start in range(TEXT_CHARS, len(event.text), TEXT_CHARS):
-        text = event.text[start : start + TEXT_CHARS]
-        yield Frame(FrameType.DELTA, header | {"text": text, "num_tokens": 0, "num_top": ()})
+def _encode_event(event: Started | Finished | Failed) -> Frame:
+    if isinstance(event, Started):
+        return Frame(FrameType.STARTED, {"request_id": event.request_id, "event": event})
+    if isinstance(event, Finished):
+        return Frame(FrameType.FINISHED, {"request_id": event.request_id, "event": event})
+    header = {"request_id": event.request_id, "error": error_header(event.error)}
+    return Frame(FrameType.FAILED, header)
 
 
-def decode_event(frame: Frame) -> Event:
-    """The event of STARTED, DELTA, FINISHED or FAILED."""
-    with _reading(frame):
-        if frame.type is FrameType.DELTA:
-            return _decode_delta(frame)
+def _weight(delta: Delta) -> int:
+    """What a delta takes of a frame, in characters of 6 bytes."""
+    entries = len(delta.token_ids) + sum(3 + 2 * len(p.top) for p in delta.logprobs)
+    return len(delta.request_id) + len(delta.text) + entries + DELTA_CHARS
+
+
+def _divided(delta: Delta) -> Iterator[Delta]:
+    """A delta with its text in pieces that frames can hold."""
+    if len(delta.text) <= TEXT_CHARS:
+        yield delta
+        return
+    yield replace(delta, text=delta.text[:TEXT_CHARS])
+    for start in range(TEXT_CHARS, len(delta.text), TEXT_CHARS):
+        text = delta.text[start : start + TEXT_CHARS]
+        yield replace(delta, text=text, token_ids=(), logprobs=())
+
+
+def _encode_deltas(deltas: list[Delta]) -> Frame:
+    """One list per delta in the header; the tail has all token ids, then the ids and then the
+    values of all logprobs."""
+    lists = [
+        (d.request_id, d.channel, d.text, len(d.token_ids), [len(p.top) for p in d.logprobs])
+        for d in deltas
+    ]
+    tail = np.array([i for d in deltas for i in d.token_ids], "<u4").tobytes()
+    entries = [e for d in deltas for p in d.logprobs for e in ((p.token_id, p.logprob), *p.top)]
+    if entries:
+        tail += np.array([i for i, _ in entries], "<u4").tobytes()
+        tail += np.array([value for _, value in entries], "<f8").tobytes()
+    return Frame(FrameType.DELTAS, {"deltas": lists}, tail)
+
+
+def decode_events(frame: Frame) -> Sequence[Event]:
+    """The events of STARTED, DELTAS, FINISHED or FAILED."""
+    with _Reading(frame):
+        if frame.type is _DELTAS:
+            return _decode_deltas(frame)
         if frame.type is FrameType.STARTED:
-            return msgspec.convert(frame.header["event"], Started)
+            return [msgspec.convert(frame.header["event"], Started)]
         if frame.type is FrameType.FINISHED:
-            return msgspec.convert(frame.header["event"], Finished)
+            return [msgspec.convert(frame.header["event"], Finished)]
         if frame.type is FrameType.FAILED:
             failed = msgspec.convert(frame.header, _Failed)
-            return Failed(request_id=failed.request_id, error=_error(failed.error))
+            return [Failed(request_id=failed.request_id, error=_error(failed.error))]
     raise WireError(f"a {frame.type.name} frame is no event")
 
 
-def _decode_delta(frame: Frame) -> Delta:
-    header = msgspec.convert(frame.header, _Delta)
-    count = header.num_tokens
-    num_entries = sum(header.num_top) + len(header.num_top)
-    if min((count, *header.num_top)) < 0 or len(frame.tail) != 4 * count + 12 * num_entries:
-        raise WireError(f"{len(frame.tail)} tail bytes for {count} tokens, {num_entries} logprobs")
-    ids = np.frombuffer(frame.tail, "<u4", count + num_entries)
-    values = np.frombuffer(frame.tail, "<f8", num_entries, offset=4 * (count + num_entries))
-    return Delta(
-        request_id=header.request_id,
-        channel=header.channel,
-        text=header.text,
-        token_ids=tuple(ids[:count].tolist()),
-        logprobs=tuple(_logprobs(header.num_top, ids[count:], values)),
-    )
+def _decode_deltas(frame: Frame) -> list[Delta]:
+    lists = msgspec.convert(frame.header["deltas"], _Deltas)
+    num_ids = num_entries = least = 0
+    for _, _, _, count, num_top in lists:
+        num_ids += count
+        num_entries += len(num_top) + sum(num_top)
+        least = min(least, count, *num_top)
+    if least < 0 or len(frame.tail) != 4 * num_ids + 12 * num_entries:
+        raise WireError(f"{len(frame.tail)} tail bytes for {num_ids} tokens, {num_entries} entries")
+    ids = np.frombuffer(frame.tail, "<u4", num_ids + num_entries).tolist()
+    pairs: Iterator[tuple[int, float]] = iter(())
+    if num_entries:
+        values = np.frombuffer(frame.tail, "<f8", offset=4 * len(ids))
+        pairs = zip(ids[num_ids:], values.tolist(), strict=True)
+    deltas, start = [], 0
+    for name, channel, text, count, num_top in lists:
+        deltas.append(
+            Delta(
+                request_id=name,
+                channel=channel,
+                text=text,
+                token_ids=tuple(ids[start : start + count]),
+                logprobs=tuple([_logprob(pairs, n) for n in num_top]) if num_top else (),
+            )
+        )
+        start += count
+    return deltas
 
 
-def _logprobs(
-    num_top: Sequence[int], ids: NDArray[np.uint32], values: NDArray[np.float64]
-) -> Iterator[TokenLogprob]:
-    pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
-    start = 0
-    for count in num_top:
-        (token_id, logprob), *top = pairs[start : start + 1 + count]
-        yield TokenLogprob(token_id=token_id, logprob=logprob, top=tuple(top))
-        start += 1 + count
+def _logprob(pairs: Iterator[tuple[int, float]], num_top: int) -> TokenLogprob:
+    token_id, logprob = next(pairs)
+    return TokenLogprob(token_id=token_id, logprob=logprob, top=tuple(islice(pairs, num_top)))

@@ -136,8 +136,7 @@ async def _whole(
 ) -> HTTPResponse:
     collector = exchange.collector()
     async for event in events:
-        trace.follow(event)
-        _follow(context, exchange, event)
+        _follow(context, exchange, trace, event)
         if isinstance(event, Delta):
             collector.delta(event)
         elif isinstance(event, Finished):
@@ -156,6 +155,7 @@ async def _stream(
     context: ServerContext = request.app.ctx
     config = context.config
     writer = exchange.writer()
+    follow = partial(_follow, context, exchange, trace)
     failure: str | None = "client_disconnected"
     stream = await sse.SseStream.open(
         request,
@@ -165,14 +165,12 @@ async def _stream(
     )
     try:
         await stream.send(writer.start())
-        async for event in stream.read(events):
-            trace.follow(event)
-            _follow(context, exchange, event)
-            if isinstance(event, Finished):
-                await stream.send(writer.flush())
-            await stream.send(_frames(writer, event))
-            if isinstance(event, Finished):
-                trace.done(event, exchange.generation.tally)
+        event: Event | None = None
+        while not events.over:
+            await stream.wait(events)
+            event = await _relay(events, stream, writer, follow)
+        if isinstance(event, Finished):
+            trace.done(event, exchange.generation.tally)
         failure = None
     except Exception as exception:
         error = as_error(exception)
@@ -181,11 +179,37 @@ async def _stream(
         context.http_stats.stream_errors[error.code] += 1
         await stream.send(writer.fail(error))
     finally:
+        stream.close()
         logs.access(request, HTTP_OK, failure)
 
 
-def _follow(context: ServerContext, exchange: Exchange, event: Event) -> None:
+async def _relay(
+    events: EventStream,
+    stream: sse.SseStream,
+    writer: StreamWriter,
+    follow: Callable[[Event], None],
+) -> Event | None:
+    """Send the frames of all events that are there in one piece; returns the last event. Raises
+    what the writer raises, after sending what it wrote before."""
+    frames: list[bytes] = []
+    last: Event | None = None
+    end = False
+    try:
+        while (event := events.pop()) is not None:
+            last = event
+            follow(event)
+            if isinstance(event, Finished):
+                frames += writer.flush()
+            frames += _frames(writer, event)
+        end = isinstance(last, Finished)
+    finally:
+        await stream.send(frames, end=end)
+    return last
+
+
+def _follow(context: ServerContext, exchange: Exchange, trace: Trace, event: Event) -> None:
     """Keep the ids of the answer, so that its turn is replayed exactly when it comes back."""
+    trace.follow(event)
     if isinstance(event, Delta):
         exchange.generated.extend(event.token_ids)
     elif isinstance(event, Finished):

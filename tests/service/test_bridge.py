@@ -230,7 +230,7 @@ def test_events_that_come_before_the_acceptance_are_kept_in_order(num_before: in
         bridge._dispatch(_frame(Frame(FrameType.READY, {"info": info})))
         submission = asyncio.create_task(bridge.submit(_request("a")))
         await asyncio.sleep(0)
-        frames = [frame for event in EVENTS for frame in wire_values.encode_event(event)]
+        frames = [frame for event in EVENTS for frame in wire_values.encode_events([event])]
         frames.insert(num_before, Frame(FrameType.ACCEPTED, {"request_id": "a"}))
         for frame in frames:
             bridge._dispatch(_frame(frame))

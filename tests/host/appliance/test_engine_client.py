@@ -100,6 +100,25 @@ def test_close_ends_a_waiting_reader_and_reports_once() -> None:
     assert asyncio.run(run()) == ["r"]
 
 
+def test_a_reader_is_woken_without_an_event_and_takes_all_that_came() -> None:
+    async def run() -> None:
+        stream = EventStream("r", lambda _id: None)
+        waiting = asyncio.create_task(stream.wait())
+        await asyncio.sleep(0)
+        stream.wake()
+        await waiting
+        assert stream.pop() is None
+        assert not stream.over
+        stream.push(_word("a"))
+        stream.push(_word("b", Channel.REASONING))
+        stream.push(END)
+        await stream.wait()
+        assert [stream.pop() for _ in range(3)] == [_word("a"), _word("b", Channel.REASONING), END]
+        assert stream.over
+
+    asyncio.run(run())
+
+
 def test_nothing_follows_the_terminal_event() -> None:
     async def run() -> list[Event]:
         stream = EventStream("r", lambda _id: None)

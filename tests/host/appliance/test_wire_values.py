@@ -59,27 +59,29 @@ def test_a_request_crosses_unchanged(request: Request) -> None:
         np.testing.assert_array_equal(got.positions, sent.positions)
 
 
-@given(EVENTS)
-def test_an_event_crosses_unchanged(event: Event) -> None:
-    (frame,) = wire_values.encode_event(event)
-    arrived = wire_values.decode_event(_crossed(frame))
-    assert wire_values.request_id(frame) == event.request_id
-    if isinstance(event, Failed):
-        assert isinstance(arrived, Failed)
-        assert type(arrived.error) is type(event.error)
-        for name in ("message", "code", "param", "status"):
-            assert getattr(arrived.error, name) == getattr(event.error, name)
-    else:
-        assert arrived == event
+@given(st.lists(EVENTS, max_size=6))
+def test_events_cross_unchanged_and_in_order(events: list[Event]) -> None:
+    frames = [_crossed(frame) for frame in wire_values.encode_events(events)]
+    arrived = [event for frame in frames for event in wire_values.decode_events(frame)]
+    assert len(frames) <= 1 + 2 * sum(not isinstance(e, Delta) for e in events)
+    for event, got in zip(events, arrived, strict=True):
+        if isinstance(event, Failed):
+            assert isinstance(got, Failed)
+            assert type(got.error) is type(event.error)
+            for name in ("message", "code", "param", "status"):
+                assert getattr(got.error, name) == getattr(event.error, name)
+        else:
+            assert got == event
 
 
 def test_very_long_text_crosses_in_several_frames() -> None:
     text = "\0é" * wire_values.TEXT_CHARS
-    event = Delta(request_id="r", channel=Channel.CONTENT, text=text, token_ids=(1, 2))
-    frames = [_crossed(f) for f in wire_values.encode_event(event)]
-    deltas = [wire_values.decode_event(f) for f in frames]
-    assert "".join(d.text for d in deltas if isinstance(d, Delta)) == text
-    assert [d.token_ids for d in deltas if isinstance(d, Delta)] == [(1, 2), ()]
+    long = Delta(request_id="r", channel=Channel.CONTENT, text=text, token_ids=(1, 2))
+    short = Delta(request_id="s", channel=Channel.REASONING, text="x", token_ids=(3,))
+    frames = [_crossed(f) for f in wire_values.encode_events([short, long, short])]
+    deltas = [e for f in frames for e in wire_values.decode_events(f) if isinstance(e, Delta)]
+    assert "".join(d.text for d in deltas[1:-1]) == text
+    assert [d.token_ids for d in deltas] == [(3,), (1, 2), (), (3,)]
 
 
 @settings(max_examples=300)
@@ -94,7 +96,7 @@ def test_malformed_frames_are_typed_errors(
     frame = Frame(kind, header, tail)
     for decode in (
         wire_values.decode_request,
-        wire_values.decode_event,
+        wire_values.decode_events,
         wire_values.decode_config,
         wire_values.decode_info,
         wire_values.decode_error,
@@ -107,8 +109,8 @@ def test_malformed_frames_are_typed_errors(
 
 
 def _good_header(kind: FrameType) -> dict[str, Any]:
-    if kind is FrameType.DELTA:
-        return {"request_id": "r", "channel": "content", "text": "", "num_tokens": 1, "num_top": []}
+    if kind is FrameType.DELTAS:
+        return {"request_id": "r", "deltas": [["r", "content", "", 1, []]]}
     event = {"request_id": "r", "prompt_tokens": 1, "cached_tokens": 0, "reuse_path": "none"}
     error = wire_values.error_header(OverloadedError("full"))
     config = wire_values.config_header(EngineConfig(package=Path("p")))
@@ -117,13 +119,13 @@ def _good_header(kind: FrameType) -> dict[str, Any]:
 
 @pytest.mark.parametrize("count", [-1, 0, 2, 1 << 40])
 def test_a_tail_that_does_not_fit_its_header_is_refused(count: int) -> None:
-    header = {"request_id": "r", "channel": "content", "text": "", "num_tokens": count}
-    with pytest.raises(WireError):
-        wire_values.decode_event(Frame(FrameType.DELTA, header | {"num_top": []}, bytes(4)))
-    with pytest.raises(WireError):
-        wire_values.decode_event(
-            Frame(FrameType.DELTA, header | {"num_tokens": 1, "num_top": [count - 1]}, bytes(8))
-        )
+    for deltas, tail in (
+        ([["r", "content", "", count, []]], bytes(4)),
+        ([["r", "content", "", 1, [count - 1]]], bytes(8)),
+        ([["r", "content", "", 1, []], ["s", "content", "", count, []]], bytes(8)),
+    ):
+        with pytest.raises(WireError):
+            wire_values.decode_events(Frame(FrameType.DELTAS, {"deltas": deltas}, tail))
 
 
 def test_configuration_and_info_cross_unchanged() -> None:
