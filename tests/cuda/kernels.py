@@ -26,7 +26,6 @@ from ginfer.cuda.lib.ptx import (
     wait_for_previous_kernel,
 )
 from ginfer.cuda.linear.decode_mma import linear_decode_mma_kernel
-from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.runtime.jit import Build, kernel
 
 
@@ -220,9 +219,7 @@ ANYWHERE = (
     sum_of_ranks_kernel(256),
 )
 SM_90 = (add_kernel(256), tile_kernel(1024))
-DECODE_MMA_SPANS = tuple(  # other plans than the one in use
-    linear_decode_mma_kernel("Q4G64_F16S", 2, span, Epilogue.STORE_BF16) for span in (2, 3)
-)
+DECODE_MMA_SPANS = tuple(linear_decode_mma_kernel("Q4G64_F16S", 2, span) for span in (2, 3))
 
 
 def kernels_for(capability):

@@ -109,7 +109,8 @@ def linear_decode(
         addresses = (matrix.w, x + tokens_at, y + result_at, scratch.workspace, scratch.counters)
         scalars = (k_tiles, blocks, whole, slices, count, matrix.N)
         grid = (min(items, matrix.num_sms) if early else items,)
-        image.launch(item, grid, stream, *addresses, *scalars, dependent=early)
+        how = () if early else (int(matrix.epilogue),)
+        image.launch(item, grid, stream, *addresses, *scalars, *how, dependent=early)
 
 
 def _row_nbytes(matrix: DecodeLinear) -> int:

@@ -95,20 +95,20 @@ def _multiply(fmt: str, NT: int) -> Any:
     return multiply
 
 
-def _write_rows(epilogue: int, NT: int) -> Any:
+def _write_rows(NT: int) -> Any:
     """Device function: the sums of a warp's rows to a row-major y."""
-    add, store_f32 = epilogue == Epilogue.ADD_BF16, epilogue == Epilogue.STORE_F32
+    add_bf16, store_f32 = int(Epilogue.ADD_BF16), int(Epilogue.STORE_F32)
 
     @cuda.jit(device=True, inline="always")
-    def write(c, y, first_row, lane, T, N):
+    def write(c, y, first_row, lane, T, N, epilogue):
         for i in range(NT * 4):
             row = uint32(first_row + (lane >> uint32(2)) + uint32((i >> 1 & 1) * 8))
             t = uint32((lane & uint32(3)) * uint32(2) + uint32((i >> 2) * 8 + (i & 1)))
             if t < T and row < N:
                 at = int64(t) * int64(N) + int64(row)
-                if store_f32:
+                if epilogue == uint32(store_f32):
                     st_global_f32(y + at * 4, c[i])
-                elif add:
+                elif epilogue == uint32(add_bf16):
                     old = f32_from_bits(uint32(uint32(ld_global_u16(y + at * 2)) << uint32(16)))
                     st_global_u16(y + at * 2, bf16_from_f32(old + c[i]))
                 else:
@@ -142,9 +142,10 @@ def _write_silu(NT: int) -> Any:
     return write
 
 
-@kernel(*(int64,) * 5, *(uint32,) * 6)
-def linear_decode_mma_kernel(fmt: str, NT: int, span: int, epilogue: int) -> Build:
-    """Arguments w, x, y, workspace, counters, k_tiles, blocks, whole, slices, T, N; grid: items.
+@kernel(*(int64,) * 5, *(uint32,) * 7)
+def linear_decode_mma_kernel(fmt: str, NT: int, span: int) -> Build:
+    """Arguments w, x, y, workspace, counters, k_tiles, blocks, whole, slices, T, N, epilogue; grid:
+    items.
 
     blocks: 128-row blocks of W (padded N / 128), of which the first `whole` take all of K and the
     others `slices` slices. span: k tiles in a stage of the ring.
@@ -152,9 +153,8 @@ def linear_decode_mma_kernel(fmt: str, NT: int, span: int, epilogue: int) -> Bui
     tile_bytes, x_bytes, ahead = UNPACK[fmt].tile_nbytes, NT * X_TILE, STAGES - 1
     w_bytes, sums = span * tile_bytes, NT * 4
     stage_bytes, slot_bytes = w_bytes + span * x_bytes, NT * 16 * THREADS
-    silu_up = epilogue == Epilogue.SILU_UP
-    multiply = _multiply(fmt, NT)
-    write_rows, write_silu = _write_rows(epilogue, NT), _write_silu(NT)
+    silu_up = int(Epilogue.SILU_UP)
+    multiply, write_rows, write_silu = _multiply(fmt, NT), _write_rows(NT), _write_silu(NT)
 
     @cuda.jit(device=True, inline="always")
     def locate(item, sliced, k_tiles, whole, slices):
@@ -216,7 +216,9 @@ def linear_decode_mma_kernel(fmt: str, NT: int, span: int, epilogue: int) -> Bui
         return uint32(1)
 
     @cuda.jit(fastmath=True, launch_bounds=THREADS)
-    def linear_decode_mma(w, x, y, workspace, counters, k_tiles, blocks, whole, slices, T, N):
+    def linear_decode_mma(
+        w, x, y, workspace, counters, k_tiles, blocks, whole, slices, T, N, epilogue
+    ):
         flag = shared_address(cuda.shared.array(1, uint32))
         ring = uint32((shared_address(cuda.shared.array(0, uint32)) + 127) & uint32(0xFFFFFF80))
         thread, item = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
@@ -248,11 +250,11 @@ def linear_decode_mma_kernel(fmt: str, NT: int, span: int, epilogue: int) -> Bui
         if item < sliced:
             complete = exchange_slices(c, workspace, counters, item, slices, thread, flag)
         if complete != uint32(0):
-            if silu_up:
+            if epilogue == uint32(silu_up):
                 write_silu(c, y, block, warp, lane, ring)
             else:
                 first_row = uint32(block * uint32(128) + warp * uint32(16))
-                write_rows(c, y, first_row, lane, T, N)
+                write_rows(c, y, first_row, lane, T, N, epilogue)
 
     return Build(linear_decode_mma, THREADS, STAGES * stage_bytes + 128)
 

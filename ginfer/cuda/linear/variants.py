@@ -76,7 +76,7 @@ def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
                 yield decode_kernel(plans, fmt, shape, epilogue)[0]
             if every and capability != "90a" and fmt == "Q4G64_F16S":
                 for plan in DecodeMmaPlan.candidates(capability, shape):
-                    yield linear_decode_mma_kernel(fmt, column_tiles, plan.span, epilogues[0])
+                    yield linear_decode_mma_kernel(fmt, column_tiles, plan.span)
 
 
 def decode_kernel(
@@ -86,7 +86,7 @@ def decode_kernel(
     NT = shape[2]
     if plans.capability != "90a":
         span = plans.find("linear_decode_mma", DecodeMmaPlan, shape).span
-        return linear_decode_mma_kernel(fmt, NT, span, epilogue), 1
+        return linear_decode_mma_kernel(fmt, NT, span), 1
     p = plans.find("linear_decode", LinearDecodePlan, shape)
     kernel = linear_decode_kernel(fmt, p.warps, p.M, NT, p.span, p.stages, epilogue)
     return kernel, p.warps * p.M // 8

@@ -36,8 +36,8 @@ def linear(fmt, shape, x, split, epilogue):
     workspace = np.full(items * NT * 1024, np.nan, np.float32)
     counters = np.zeros(blocks, np.uint32)
     span = DecodeMmaPlan.default("80", (N, K, NT, TILE_NBYTES[fmt])).span
-    item = linear_decode_mma_kernel(fmt, NT, span, epilogue)
-    scalars = (k_tiles, blocks, whole, slices, T, N)
+    item = linear_decode_mma_kernel(fmt, NT, span)
+    scalars = (k_tiles, blocks, whole, slices, T, N, epilogue)
     run(item, items, payload, buffer, y, workspace, counters, *scalars)
     assert (counters == 0).all()
     if epilogue == Epilogue.STORE_F32:
