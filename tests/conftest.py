@@ -1,6 +1,18 @@
-"""Every property test draws the same examples on every machine."""
+"""Every property test draws the same examples on every machine; --backend for live servers."""
+
+import os
 
 from hypothesis import settings
 
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")
+
+
+def pytest_addoption(parser):
+    """--backend NAME: what the servers of tests/service run on."""
+    parser.addoption("--backend", choices=("auto", "cpu", "cuda"), default="cpu")
+
+
+def pytest_configure(config):
+    """Tell the launcher, which may run in another process."""
+    os.environ["GINFER_TEST_BACKEND"] = config.getoption("--backend")

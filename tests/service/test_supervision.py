@@ -41,6 +41,12 @@ def _wait_ready(server: Server) -> None:
         time.sleep(0.05)
 
 
+def test_the_server_says_what_it_runs_on(doomed: Server, pytestconfig: pytest.Config) -> None:
+    (line,) = [line for line in doomed.lines if f" at {doomed.url}" in line]
+    wanted = pytestconfig.getoption("--backend")
+    assert f"({wanted}, context" in line or wanted == "auto"
+
+
 def test_kill_9_of_the_engine_costs_only_the_running_requests(doomed: Server) -> None:
     pid = doomed.engine_pid
     with doomed.connect() as streamed, doomed.connect() as whole:
