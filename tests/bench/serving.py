@@ -2,10 +2,13 @@
 
 python -m tests.bench.serving [--seconds S] [--write]
 
-serving.loop_us_per_token: CPU time of the event loop's thread per streamed token.
+serving.loop_us_per_token: CPU time of the event loop's thread per streamed token, answers of 256
+tokens (a file edit or a few tool calls with their reasoning); _short: answers of 24 tokens.
+serving.loop_us_per_request: the part of both that does not depend on the length of the answer.
 serving.first_byte_p50_ms, _p99_ms: from the engine's first token of a request to its first byte at
-the client, measured from above: what the client waits, less the server's preparation and the
-engine's own time to the first token; so it holds the way of the request to the engine too.
+the client, measured from above, with the short answers: what the client waits, less the server's
+preparation and the engine's own time to the first token; so it holds the way of the request to the
+engine too.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NUM_IDLE, NUM_ACTIVE = 200, 8
-NUM_TOKENS = 24
+NUM_TOKENS_SHORT, NUM_TOKENS = 24, 256
 CONTENT = re.compile(rb'"content":"[^"]')
 END = b"data: [DONE]"
 
@@ -59,8 +62,9 @@ class Stream:
 class Load:
     """Keeps NUM_IDLE + NUM_ACTIVE streams open: one that ends is followed by another."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, num_tokens: int) -> None:
         self._server = server
+        self._body = orjson.dumps(endless(num_tokens, stream=True))
         self._selector = selectors.DefaultSelector()
         self._names = count()
         self.finished: list[Stream] = []
@@ -88,9 +92,8 @@ class Load:
     def _open(self) -> None:
         sock = self._server.connect()
         name = f"stream-{next(self._names)}"
-        body = orjson.dumps(endless(NUM_TOKENS, stream=True))
         stream = Stream(name, sock, time.monotonic())
-        sock.sendall(head(body, f"x-request-id: {name}") + body)
+        sock.sendall(head(self._body, f"x-request-id: {name}") + self._body)
         self._selector.register(sock, selectors.EVENT_READ, stream)
 
 
@@ -108,35 +111,59 @@ def own_seconds(log: Path) -> Iterator[tuple[str, float]]:
             yield event["request"]["request_id"], seconds["prepare"] + seconds["ttft"]
 
 
-def measure(seconds: float) -> dict[str, tuple[float, str]]:
-    """All figures by name: (value, unit)."""
+@dataclass(frozen=True)
+class Usage:
+    """What a time of steady load took: CPU seconds of the loop, and the milliseconds that each
+    first byte waited, in order."""
+
+    cpu_s: float
+    tokens: float
+    requests: float
+    waits_ms: list[float]
+
+
+def load(num_tokens: int, num_before: int, seconds: float) -> Usage:
+    """Measure for so long, once the first `num_before` answers are over: those that came in one
+    burst."""
     engine = {"max_concurrency": NUM_ACTIVE, "max_pending": NUM_IDLE + NUM_ACTIVE}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with Server.launch(
             engine={**engine, "max_context": 1024}, request_log=str(log), log_stats_interval_s=0
         ) as server:
-            load = Load(server)
-            while len(load.finished) < NUM_IDLE:  # those that came in one burst
-                load.run(0.5)
-            steady = time.monotonic()
-            tokens, cpu = _tokens(server), loop_seconds(server.process.pid)
-            load.run(seconds)
-            cpu = loop_seconds(server.process.pid) - cpu
+            streams = Load(server, num_tokens)
+            while len(streams.finished) < num_before:
+                streams.run(0.5)
+            steady, answered = time.monotonic(), len(streams.finished)
+            tokens, cpu_s = _tokens(server), loop_seconds(server.process.pid)
+            streams.run(seconds)
+            cpu_s = loop_seconds(server.process.pid) - cpu_s
             tokens = _tokens(server) - tokens
-            load.close()
+            streams.close()
             server.stop()
         own = dict(own_seconds(log))
     waits = sorted(
         1e3 * (stream.first - stream.sent - own[stream.name])
-        for stream in load.finished
+        for stream in streams.finished
         if stream.first is not None and stream.sent > steady and stream.name in own
     )
-    print(f"{len(waits)} requests, {tokens:.0f} tokens in {seconds:g} s")
+    requests = len(streams.finished) - answered
+    print(f"{requests} answers of {num_tokens}, {tokens:.0f} tokens in {seconds:g} s")
+    return Usage(cpu_s, tokens, requests, waits)
+
+
+def measure(seconds: float) -> dict[str, tuple[float, str]]:
+    """All figures by name: (value, unit)."""
+    short = load(NUM_TOKENS_SHORT, NUM_IDLE, seconds)
+    long = load(NUM_TOKENS, 2 * NUM_ACTIVE, seconds)
+    short_s, long_s = short.cpu_s / short.tokens, long.cpu_s / long.tokens
+    more_requests = short.requests / short.tokens - long.requests / long.tokens
     return {
-        "serving.loop_us_per_token": (1e6 * cpu / tokens, "us"),
-        "serving.first_byte_p50_ms": (statistics.median(waits), "ms"),
-        "serving.first_byte_p99_ms": (waits[int(0.99 * (len(waits) - 1))], "ms"),
+        "serving.loop_us_per_token": (1e6 * long_s, "us"),
+        "serving.loop_us_per_token_short": (1e6 * short_s, "us"),
+        "serving.loop_us_per_request": (1e6 * (short_s - long_s) / more_requests, "us"),
+        "serving.first_byte_p50_ms": (statistics.median(short.waits_ms), "ms"),
+        "serving.first_byte_p99_ms": (short.waits_ms[int(0.99 * (len(short.waits_ms) - 1))], "ms"),
     }
 
 
@@ -152,7 +179,7 @@ def main() -> None:
     options = parser.parse_args()
     figures = measure(options.seconds)
     for name, (value, unit) in figures.items():
-        print(f"{name:<28} {value:10.4g} {unit}")
+        print(f"{name:<32} {value:10.4g} {unit}")
     if options.write:
         record(figures, platform.processor() or platform.machine())
 
