@@ -76,13 +76,15 @@ class Machine:
             self.index = index
             self.block = bytearray(b"\xff" * (DYNAMIC + shared_nbytes))
             self.claimed, self.calls = {}, [0] * threads
+            self.warps, self.barriers = {}, {}
             bodies = [function(*arguments) for _ in range(threads)]
             if not isinstance(bodies[0], types.GeneratorType):
                 raise AssertionError("a kernel that meets no other thread is no generator")
             self._run_block(bodies)
 
     def _run_block(self, bodies):
-        """Resume threads until all have ended: a warp at its own collectives, all at barriers."""
+        """Resume threads until all have ended: a warp at its own collectives or when what it waits
+        for is true, all at barriers."""
         waiting = dict.fromkeys(range(len(bodies)), "start")
         values = [None] * len(bodies)
         while waiting:
@@ -101,6 +103,8 @@ class Machine:
         for a lane that does, or have ended."""
         lanes = [t for t in range(first, first + len(bodies)) if t in waiting]
         if not lanes or any(waiting[t] == "block" for t in lanes):
+            return False
+        if not all(values[t]() for t in lanes if waiting[t] == "until"):
             return False
         meeting = waiting[lanes[0]] == "warp"
         found = values[first : first + len(bodies)] if meeting else None

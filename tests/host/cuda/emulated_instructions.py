@@ -15,6 +15,7 @@ from tests.host.cuda.emulated_block import (
     float_of,
     machine,
 )
+from tests.host.cuda.emulated_ptx import Warp
 
 # numba
 
@@ -225,6 +226,69 @@ def _none(*_):
     pass
 
 
+# named barriers: [arrivals, generation]; mbarriers: [arrivals to come, of a phase, bytes, phase]
+
+
+def _arrive(name, count):
+    barrier = machine.barriers.setdefault(name, [0, 0])
+    barrier[0] += 1
+    if barrier[0] == count:
+        barrier[:] = 0, barrier[1] + 1
+
+
+def _named_barrier(name, count):
+    generation = machine.barriers.get(name, (0, 0))[1]
+    _arrive(name, count)
+    yield "until", lambda: machine.barriers[name][1] != generation
+
+
+def _mbarrier_init(at, count):
+    machine.barriers["m", at] = [count, count, 0, 0]
+
+
+def _mbarrier_change(at, arrivals, nbytes):
+    barrier = machine.barriers["m", at]
+    barrier[0] -= arrivals
+    barrier[2] += nbytes
+    if barrier[0] == barrier[2] == 0:
+        barrier[:] = barrier[1], barrier[1], 0, barrier[3] ^ 1
+
+
+def _mbarrier_wait(at, phase):
+    yield "until", lambda: machine.barriers["m", at][3] != phase
+
+
+def _bulk_copy(to, source, nbytes, barrier):
+    machine.where(source, 1), machine.where(source + nbytes - 1, 1)
+    machine.shared(to, 16), machine.shared(to + nbytes - 16, 16)
+    machine.block[to : to + nbytes] = ctypes.string_at(source, nbytes)
+    _mbarrier_change(barrier, 0, -nbytes)
+
+
+def _statement(text, out="", args="", *, effects=True):
+    """An instruction that a module of `lib` makes: of one thread, or of the lanes of a warp."""
+    opcode = text.split(" ", 1)[0]
+    if opcode in _OF_A_THREAD:
+        return _OF_A_THREAD[opcode]
+    words = {"f": bits_of, "r": lambda x: x & M32, "l": lambda x: x}
+
+    @_once
+    def execute(lanes):
+        warp = machine.warps.setdefault(machine.thread >> 5, Warp(machine.thread >> 5))
+        kinds = {"f": np.uint32, "r": np.uint32, "l": np.int64}
+        columns = zip(args, zip(*lanes))
+        found = [None] * len(out)
+        found += [np.array([words[k](x) for x in v], kinds[k]) for k, v in columns]
+        warp.run(text, found)
+        return [[float_of(int(x)) for x in row] for row in zip(*found[: len(out)])]
+
+    def run(*values):
+        found = execute((yield from _gather(values)))
+        return found[machine.thread & 31] if out else None
+
+    return run
+
+
 def _loader(kind):
     return lambda at: machine.load(at, kind)
 
@@ -239,6 +303,7 @@ _MEMORY = {
     "ld_global_u32": _loader(_U32),
     "ld_global_f32": _loader(ctypes.c_float),
     "ld_global_u64": _loader(_I64),
+    "ld_acquire_u32": _loader(_U32),
     "ld_global_u32x4": lambda at: machine.words(at, 4),
     "ld_global_f32x4": lambda at: tuple(float_of(w) for w in machine.words(at, 4)),
     "st_global_u16": _storer(_U16),
@@ -293,12 +358,31 @@ _OTHERS = {
     "div_u32": lambda a, b: a // b,
     "mul_high_u64": lambda a, b: TYPES["int64"]((a & M64) * (b & M64) >> 64),
     "first_lane_u32": _first_lane,
-    "named_barrier": _none,
+    "named_barrier": _named_barrier,
+    "mbarrier_init": _mbarrier_init,
+    "mbarrier_expect_bytes": lambda at, nbytes: _mbarrier_change(at, 1, nbytes),
+    "mbarrier_arrive_if": lambda at, arrives: _mbarrier_change(at, int(arrives), 0),
+    "mbarrier_wait": _mbarrier_wait,
+    "bulk_copy_to_shared": _bulk_copy,
 }
 _NOTHING_TO_DO = (
     *("cp_async_commit", "cp_async_wait_0", "cp_async_wait_1", "cp_async_wait_2"),
-    *("wait_for_previous_kernel", "let_next_kernel_start"),
+    *("wait_for_previous_kernel", "let_next_kernel_start", "fence_async_proxy"),
 )
+
+
+def _count_arrival(at, most):
+    (old,) = struct.unpack_from("<I", machine.shared(at, 4), at)
+    struct.pack_into("<I", machine.block, at, 0 if old >= most else old + 1)
+    return old
+
+
+_OF_A_THREAD = {
+    "bar.arrive": _arrive,
+    "atom.acq_rel.cta.shared.inc.u32": _count_arrival,
+    "st.release.gpu.global.u32": _MEMORY["st_global_u32"],
+    "max.f32": max,
+}
 
 
 def _fma_pair(a, b, c):
@@ -332,6 +416,6 @@ def _unknown(*_, **__):
 def fake_ptx(names):
     """The module; names: of all instructions, those without a stand-in refuse to run."""
     ptx = types.ModuleType("ginfer.cuda.lib.ptx")
-    ptx.__dict__.update(dict.fromkeys(names, _unknown()), ptx_op=_unknown)
+    ptx.__dict__.update(dict.fromkeys(names, _unknown()), ptx_op=_statement)
     ptx.__dict__.update(_MEMORY, **_OTHERS, **_PACKED, **dict.fromkeys(_NOTHING_TO_DO, _none))
     return ptx
