@@ -1,1 +1,1 @@
-"""Gated DeltaNet: causal convolution, and the recurrent step that both families use as yet."""
+"""Gated DeltaNet: causal convolution, the step of decode, the chunks of prefill, gated norm."""
