@@ -1,0 +1,132 @@
+"""Chunk plans: which prompts the next prefill forward takes, and how far each of them gets.
+
+A chunk is the largest legal piece of the first prompt; when that ends the prompt, the next prompts
+fill the columns that are left, in order. While rows decode, a chunk is cut so that its predicted
+time is at most the pause that decode may suffer. Where a prompt is cut changes none of its values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ginfer.spec import PAGE_TOKENS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_FORGET = 0.9  # weight of an observation after the next one
+_LEAST_SPREAD = 0.25  # of work, relative to its mean: below, one time says nothing of another
+
+
+@dataclass(frozen=True)
+class PromptView:
+    """A prompt in prefill: its lane, computed tokens, all tokens, and the ascending tokens at which
+    a chunk must end."""
+
+    lane: int
+    start: int
+    num_prompt: int
+    points: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens `start` .. `stop` of a prompt; `last` ends it."""
+
+    lane: int
+    start: int
+    stop: int
+    last: bool
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the forward that it takes."""
+        return self.stop - self.start
+
+
+def piece_of(prompt: PromptView, columns: int) -> Piece | None:
+    """The largest piece in so many columns: to the prompt's end, a point, or an absolute multiple
+    of 64; None when they do not reach any."""
+    limit = prompt.start + columns
+    stop = prompt.num_prompt
+    if limit < stop:
+        stop = limit // PAGE_TOKENS * PAGE_TOKENS
+    stop = next((point for point in prompt.points if prompt.start < point < stop), stop)
+    if stop <= prompt.start:
+        return None
+    return Piece(prompt.lane, prompt.start, stop, last=stop == prompt.num_prompt)
+
+
+def plan_chunk(prompts: Sequence[PromptView], columns: int) -> tuple[Piece, ...]:
+    """Pieces of one forward of at most `columns` columns, a multiple of 64, one per prompt. A
+    prompt follows another only behind that one's end; a point ends the chunk."""
+    pieces: list[Piece] = []
+    for prompt in prompts:
+        piece = piece_of(prompt, columns)
+        if piece is None:
+            break
+        pieces.append(piece)
+        columns -= piece.num_columns
+        if not piece.last:
+            break
+    return tuple(pieces)
+
+
+@dataclass(frozen=True)
+class ChunkCost:
+    """Seconds of a forward: fixed_s + work * work_s, where the work of n tokens behind a history
+    is n + pair_share * (pairs of a token and one that it sees).
+
+    pair_share: multiply-adds of attention per pair over those of all matrices per token.
+    """
+
+    fixed_s: float
+    work_s: float
+    pair_share: float
+
+    def work(self, start: int, columns: int) -> float:
+        """Work in tokens without attention."""
+        return columns + self.pair_share * columns * (start + (columns + 1) / 2)
+
+    def seconds(self, start: int, columns: int) -> float:
+        """Predicted time."""
+        return self.fixed_s + self.work_s * self.work(start, columns)
+
+    def columns_within(self, start: int, pause_s: float, most: int) -> int:
+        """The largest multiple of 64 columns from `start` on, up to `most` and at least 64, whose
+        time is at most pause_s."""
+        low, high = 1, max(most // PAGE_TOKENS, 1)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.seconds(start, middle * PAGE_TOKENS) <= pause_s:
+                low = middle
+            else:
+                high = middle - 1
+        return low * PAGE_TOKENS
+
+
+class ChunkClock:
+    """Learns the cost of chunks from their times; recent ones count more."""
+
+    def __init__(self, guess: ChunkCost) -> None:
+        self.cost = guess
+        self._sums = [0.0] * 5  # of 1, x, y, x x, x y; x: work, y: seconds
+
+    def observe(self, pieces: Sequence[Piece], seconds: float) -> None:
+        """A forward of these pieces took so long."""
+        cost = self.cost
+        x = sum(cost.work(piece.start, piece.num_columns) for piece in pieces)
+        new = (1.0, x, seconds, x * x, x * seconds)
+        self._sums = [_FORGET * a + b for a, b in zip(self._sums, new)]
+        mean_x, mean_y, mean_xx, mean_xy = (s / self._sums[0] for s in self._sums[1:])
+        variance = mean_xx - mean_x * mean_x
+        fixed_s, work_s = cost.fixed_s, cost.work_s
+        if variance > (_LEAST_SPREAD * mean_x) ** 2:
+            work_s = (mean_xy - mean_x * mean_y) / variance
+            work_s = min(max(work_s, 0.0), mean_y / mean_x)
+            fixed_s = mean_y - work_s * mean_x
+        else:  # the same chunk again and again: keep the proportion of the two parts
+            scale = mean_y / max(fixed_s + work_s * mean_x, 1e-9)
+            fixed_s, work_s = fixed_s * scale, work_s * scale
+        self.cost = ChunkCost(fixed_s, work_s, cost.pair_share)

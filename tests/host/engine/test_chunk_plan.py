@@ -1,0 +1,112 @@
+"""Chunk plans: legal ends, packing in order, chunks that keep to a pause, learned costs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ginfer.engine.chunk_plan import ChunkClock, ChunkCost, Piece, PromptView, piece_of, plan_chunk
+
+TRUE = ChunkCost(0.004, 80e-6, 1 / 65_536)
+
+
+def test_a_long_prompt_takes_the_whole_chunk_to_a_multiple_of_64():
+    prompts = [PromptView(2, 100, 5000), PromptView(0, 0, 30)]
+    assert plan_chunk(prompts, 1024) == (Piece(2, 100, 1088, last=False),)
+
+
+def test_short_prompts_are_packed_in_order_and_the_last_one_is_cut():
+    prompts = [PromptView(3, 64, 164), PromptView(1, 0, 200), PromptView(0, 70, 2000)]
+    assert plan_chunk(prompts, 512) == (
+        Piece(3, 64, 164, last=True),
+        Piece(1, 0, 200, last=True),
+        Piece(0, 70, 256, last=False),
+    )
+
+
+def test_nothing_overtakes_a_prompt_that_does_not_end():
+    prompts = [PromptView(0, 10, 100, points=(64,)), PromptView(1, 0, 10)]
+    assert plan_chunk(prompts, 1024) == (Piece(0, 10, 64, last=False),)
+
+
+def test_columns_that_reach_no_legal_end_stay_empty():
+    prompts = [PromptView(0, 0, 30), PromptView(1, 10, 100)]
+    assert plan_chunk(prompts, 64) == (Piece(0, 0, 30, last=True),)
+    assert piece_of(PromptView(1, 10, 100), 53) is None
+    assert plan_chunk((), 64) == ()
+
+
+@st.composite
+def prompts(draw):
+    """Prompts with points at multiples of 64."""
+    found = []
+    for lane in range(draw(st.integers(1, 8))):
+        num_prompt = draw(st.integers(1, 3000))
+        start = draw(st.integers(0, num_prompt - 1))
+        points = draw(st.lists(st.integers(0, num_prompt // 64), max_size=3))
+        found.append(PromptView(lane, start, num_prompt, tuple(sorted(64 * p for p in points))))
+    return found
+
+
+@given(prompts(), st.integers(1, 64))
+def test_chunks_of_any_prompts_are_legal_and_finish_them(waiting, pages):
+    ends = {p.lane: p.num_prompt for p in waiting}
+    for _ in range(10_000):
+        if not waiting:
+            break
+        pieces = plan_chunk(waiting, 64 * pages)
+        assert 0 < sum(piece.num_columns for piece in pieces) <= 64 * pages
+        assert [piece.lane for piece in pieces] == [p.lane for p in waiting[: len(pieces)]]
+        for piece, prompt in zip(pieces, waiting):
+            assert piece.start == prompt.start < piece.stop
+            assert piece.last == (piece.stop == ends[piece.lane])
+            assert piece.last or piece.stop % 64 == 0
+            assert not any(piece.start < point < piece.stop for point in prompt.points)
+        stops = {piece.lane: piece.stop for piece in pieces}
+        waiting = [
+            PromptView(p.lane, stops.get(p.lane, p.start), p.num_prompt, p.points)
+            for p in waiting
+            if stops.get(p.lane, p.start) < p.num_prompt
+        ]
+    assert not waiting
+
+
+@pytest.mark.parametrize("start", [0, 8192, 131_072])
+@pytest.mark.parametrize("pause_s", [0.001, 0.03, 0.2, 10.0])
+def test_a_chunk_keeps_to_the_pause_and_uses_it(start, pause_s):
+    columns = TRUE.columns_within(start, pause_s, 8192)
+    assert columns % 64 == 0
+    assert 64 <= columns <= 8192
+    if columns > 64:
+        assert TRUE.seconds(start, columns) <= pause_s
+    if columns < 8192:
+        assert TRUE.seconds(start, columns + 64) > pause_s
+
+
+def observe(clock, start, columns, seconds):
+    clock.observe([Piece(0, start, start + columns, last=False)], seconds)
+
+
+def test_the_clock_learns_both_parts_of_the_cost():
+    clock = ChunkClock(ChunkCost(0.05, 1e-3, TRUE.pair_share))
+    for start, columns in [(0, 64), (0, 1024), (4096, 512), (65_536, 256), (0, 2048)] * 3:
+        observe(clock, start, columns, TRUE.seconds(start, columns))
+    assert clock.cost.fixed_s == pytest.approx(TRUE.fixed_s, rel=0.05)
+    assert clock.cost.work_s == pytest.approx(TRUE.work_s, rel=0.05)
+
+
+def test_the_clock_follows_a_machine_that_gets_slower_with_equal_chunks():
+    clock = ChunkClock(TRUE)
+    for _ in range(40):
+        observe(clock, 0, 512, 3 * TRUE.seconds(0, 512))
+    assert clock.cost.seconds(0, 512) == pytest.approx(3 * TRUE.seconds(0, 512), rel=0.05)
+    assert clock.cost.columns_within(0, 0.03, 8192) < TRUE.columns_within(0, 0.03, 8192)
+
+
+@given(st.lists(st.tuples(st.integers(0, 100_000), st.integers(1, 128), st.floats(0, 100))))
+def test_no_observation_makes_a_cost_negative(times):
+    clock = ChunkClock(TRUE)
+    for start, pages, seconds in times:
+        observe(clock, start, 64 * pages, seconds)
+        assert clock.cost.fixed_s >= -1e-9
+        assert clock.cost.work_s >= 0
+        assert 64 <= clock.cost.columns_within(start, 0.03, 8192) <= 8192
