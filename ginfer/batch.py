@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ginfer.sizes import div_ceil
-from ginfer.spec import BLOCK_TOKENS
+from ginfer.spec import BLOCK_TOKENS, SPAN_BLOCKS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -145,67 +145,129 @@ class ForwardBatch:
 class WorkUnits:
     """What kernels of decode attention read: units of work, in arrays that never move.
 
-    A unit is a block of 256 keys and at most `group` columns that read it together and have keys in
-    it. units: [capacity, 3] int32, place in members, columns, block; those of many columns first.
-    count: [1] int32, units that count. members: int32, columns, ascending in a unit. first:
-    [T + 1] int32, blocks of the columns before: the partial of column t and block j has number
-    first[t] + j. The arrays are consecutive parts of `storage`: first, members, count, units.
+    A unit is a run of `grain` blocks of 256 keys, one or a span, and at most `group` columns that
+    read it together and have keys in its first block. units: [capacity, 3] int32, place in members,
+    columns, first block; those of many columns first. header: [2] int32, units that count, and the
+    grain. members: int32, columns, ascending in a unit. first: [T + 1] int32, runs of the columns
+    before: the partial of column t and run i has number first[t] + i. The arrays are consecutive
+    parts of `storage`: first, members, header, units.
     """
 
-    def __init__(self, num_rows: int, num_columns: int, num_blocks: int, *, group: int) -> None:
-        """Room for batches of up to these rows and columns, and blocks of a row."""
+    def __init__(
+        self,
+        num_rows: int,
+        num_columns: int,
+        num_blocks: int,
+        *,
+        group: int,
+        workers: int = 1,
+        num_partials: int = 1 << 30,
+    ) -> None:
+        """Room for batches of up to these rows and columns, and blocks of a row; `workers` take
+        units in turns, there is space for so many partials."""
         capacity = (num_rows + num_columns // group) * num_blocks
-        sizes = (num_columns + 1, num_rows * num_columns, 1, 3 * capacity)
+        sizes = (num_columns + 1, num_rows * num_columns, 2, 3 * capacity)
         self.storage = np.zeros(sum(sizes), np.int32)
-        self.first, self.members, self.count, units = np.split(
+        self.first, self.members, self.header, units = np.split(
             self.storage, np.cumsum(sizes[:-1]).tolist()
         )
         self.units = units.reshape(capacity, 3)
-        self._blocks = np.arange(num_blocks, dtype=np.int32)
+        self.header[1] = SPAN_BLOCKS
         self._columns = np.arange(num_columns, dtype=np.int32)
-        self._group = group
+        self._blocks = np.arange(num_blocks, dtype=np.int32)
+        self._group, self._workers, self._num_partials = group, workers, num_partials
+
+    @property
+    def used(self) -> int:
+        """Words of `storage` up to the last unit that counts."""
+        return len(self.storage) - 3 * (len(self.units) - int(self.header[0]))
 
     def fill(self, batch: ForwardBatch) -> None:
         """Describe a decode batch. What exceeds the room is our own fault."""
         indptr, starts = batch.row_indptr.tolist(), batch.starts.tolist()
-        self.count[0] = place = 0
-        for begin, end, rows in _reads(batch, indptr, starts):
-            head = place
-            for row in rows:
-                width = indptr[row + 1] - indptr[row]
-                self.members[place : place + width] = self._columns[indptr[row] : indptr[row + 1]]
-                place += width
-            whole = end if len(rows) > 1 else min(end, starts[rows[0]] // BLOCK_TOKENS + 1)
-            self._add(head, place, begin, whole)
-            for block in range(whole, end):  # the first columns of the row end before it
-                self._add(head + block * BLOCK_TOKENS - starts[rows[0]], place, block, block + 1)
-        tokens = self._columns[: indptr[-1]] + np.repeat(
+        shared = _shared_reads(batch)
+        T, rows = indptr[-1], list(zip(starts, indptr, indptr[1:]))
+        self.members[:T] = self._columns[:T]
+        tokens = self._columns[:T] + np.repeat(
             batch.starts - batch.row_indptr[:-1], np.diff(batch.row_indptr)
         )
-        np.cumsum(tokens // BLOCK_TOKENS + 1, out=self.first[1 : indptr[-1] + 1])
+        blocks = tokens // BLOCK_TOKENS + 1
+        grain = self._grain(shared, rows, blocks)
+        np.cumsum((blocks + (grain - 1)) // grain, out=self.first[1 : T + 1])
+        self.header[:] = 0, grain
+        place, done = T, [0] * len(rows)
+        gaps: list[tuple[int, int, int]] = []  # (row, first run, last + 1) that it reads alone
+        for begin, end, together in shared:
+            begin, end = div_ceil(begin, grain), end // grain
+            if begin >= end:
+                continue
+            head = place
+            for row in together:
+                gaps.append((row, done[row], begin))
+                done[row] = end
+                _, a, b = rows[row]
+                self.members[place : place + b - a] = self._columns[a:b]
+                place += b - a
+            self._add(head, place, begin, end)
+        for row, begin, end in gaps:
+            self._add(rows[row][1], rows[row][2], begin, end)
+        for (start, a, b), begin in zip(rows, done):
+            self._add_tail(start, a, b, begin)
+
+    def _grain(
+        self,
+        shared: list[tuple[int, int, list[int]]],
+        rows: list[tuple[int, int, int]],
+        blocks: I32,
+    ) -> int:
+        """The blocks of a unit that cost least: rounds of all workers, a unit as long as its blocks
+        and 5 % per column and block that it writes."""
+        units, partials = 0, int(blocks.sum())
+        alone = [div_ceil(start + b - a, BLOCK_TOKENS) for start, a, b in rows]
+        for begin, end, together in shared:
+            columns = sum(rows[row][2] - rows[row][1] for row in together)
+            units += (end - begin) * div_ceil(columns, self._group)
+            for row in together:
+                alone[row] -= end - begin
+        units += sum(n * div_ceil(b - a, self._group) for n, (_, a, b) in zip(alone, rows))
+        written = 0.05 * partials / units
+        single = div_ceil(units, self._workers) * (1 + written)
+        span = div_ceil(units, self._workers * SPAN_BLOCKS) * (SPAN_BLOCKS + written / SPAN_BLOCKS)
+        return 1 if single < span and partials <= self._num_partials else SPAN_BLOCKS
+
+    def _add_tail(self, start: int, a: int, b: int, begin: int) -> None:
+        """Units of the runs from `begin` on for the columns a .. b - 1 of a row, which follow
+        `start` tokens: those that end before a run are not in it."""
+        keys = int(self.header[1]) * BLOCK_TOKENS
+        whole, end = start // keys + 1, div_ceil(start + b - a, keys)
+        self._add(a, b, begin, min(whole, end))
+        for run in range(max(whole, begin), end):
+            self._add(a + run * keys - start, b, run, run + 1)
 
     def _add(self, head: int, tail: int, begin: int, end: int) -> None:
-        """Units of the blocks begin .. end - 1 for members[head:tail]."""
-        for place in range(head, tail, self._group):
-            count = int(self.count[0])
-            units = self.units[count : count + end - begin]
+        """Units of the runs begin .. end - 1 for members[head:tail], neighbours for neighbouring
+        groups, which find what they read in the cache."""
+        if begin >= end:
+            return
+        groups, (count, grain) = div_ceil(tail - head, self._group), self.header.tolist()
+        stop = count + (end - begin) * groups
+        for i in range(groups):
+            place = head + i * self._group
+            units = self.units[count + i : stop : groups]
             units[:, 0] = place
             units[:, 1] = min(self._group, tail - place)
-            units[:, 2] = self._blocks[begin:end]
-            self.count[0] += end - begin
+            units[:, 2] = self._blocks[begin * grain : end * grain : grain]
+        self.header[0] = stop
 
 
-def _reads(
-    batch: ForwardBatch, indptr: list[int], starts: list[int]
-) -> list[tuple[int, int, list[int]]]:
-    """(first block, last + 1 block, rows) of the work items, those of many rows first."""
+def _shared_reads(batch: ForwardBatch) -> list[tuple[int, int, list[int]]]:
+    """(first block, last + 1 block, rows) of the work items of several rows, from the left; of
+    equal ones those of many rows first."""
     if batch.items is None:
-        tokens = [start + b - a for start, a, b in zip(starts, indptr[:-1], indptr[1:])]
-        return [(0, div_ceil(n, BLOCK_TOKENS), [row]) for row, n in enumerate(tokens)]
+        return []
     cuts, rows = batch.items.indptr.tolist(), batch.items.rows.tolist()
-    runs = zip(batch.items.blocks.tolist(), cuts[:-1], cuts[1:])
-    items = [(begin, end, rows[a:b]) for (begin, end), a, b in runs]
-    return sorted(items, key=lambda item: -len(item[2]))
+    runs = zip(batch.items.blocks.tolist(), cuts, cuts[1:])
+    return sorted((begin, end, rows[a:b]) for (begin, end), a, b in runs if b - a > 1)
 
 
 @dataclass(frozen=True, kw_only=True)

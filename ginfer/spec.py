@@ -8,6 +8,7 @@ from enum import StrEnum
 
 PAGE_TOKENS = 64  # tokens of one K/V page; GDN chunks have the same length
 BLOCK_TOKENS = 256  # keys of one partial of decode attention; blocks lie at absolute positions
+SPAN_BLOCKS = 4  # that are folded into one partial, left to right, before the spans are
 
 
 class LayerKind(StrEnum):

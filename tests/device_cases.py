@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from numba import get_num_threads
 
-from ginfer.batch import SelectionBatch
+from ginfer.batch import ForwardBatch, Phase, SelectionBatch, WorkUnits
 from ginfer.cpu import sampling
 from ginfer.cpu.rope import frequency_axes, inverse_frequencies
 from ginfer.cpu.stage import stage_draws
 from ginfer.cuda.attention.append import append_kernel
-from ginfer.cuda.attention.decode import attention_decode_kernel
-from ginfer.cuda.attention.decode_launch import work_items
 from ginfer.cuda.attention.merge import attention_merge_kernel
 from ginfer.cuda.attention.pages import TILE, PageShape
 from ginfer.cuda.attention.prefill import attention_prefill_kernel
@@ -31,8 +29,10 @@ from ginfer.cuda.norm import rms_norm_kernel
 from ginfer.cuda.sampling.choose import FEW, selection_choose_kernel, selection_top_kernel
 from ginfer.cuda.sampling.keys import selection_keys_kernel, selection_mass_kernel
 from ginfer.cuda.sampling.launch import RESULT, best_ids, draw_records, key_values, logprob
+from ginfer.engine.work_items import work_items
 from ginfer.formats import FORMATS, Layout, row_nbytes
 from ginfer.sizes import align_up, div_ceil
+from ginfer.spec import BLOCK_TOKENS
 from scripts.pack.codecs import bf16_bits, encode
 from tests.oracles import gdn as gdn_oracle
 from tests.oracles.attention import attention
@@ -198,21 +198,44 @@ def gated_attention(cache, t):
     return (out * sigmoid(cache.heads[t, H + G : 2 * H + G])).reshape(-1)
 
 
-def attention_decode(run, cache, *, tiles, group, grid):
-    """Result bits [T, H D] of the decode kernels."""
+def decode_batch(cache):
+    """The tables of a cache as a batch, of rows that share what they have in common."""
+    starts = cache.token[np.flatnonzero(np.diff(cache.row, prepend=-1))]
+    indptr = np.searchsorted(cache.row, np.arange(len(starts) + 1)).astype(np.int32)
+    rows = np.arange(len(starts), dtype=np.int32)
+    return ForwardBatch(
+        phase=Phase.DECODE,
+        token_ids=np.zeros(len(cache.row), np.int32),
+        positions=np.zeros((3, len(cache.row)), np.int32),
+        row_indptr=indptr,
+        starts=starts,
+        page_table=cache.pages,
+        state_in=rows,
+        state_out=rows,
+        items=work_items(cache.pages, starts, indptr),
+    )
+
+
+def attention_decode(run, cache, item, *, group, grid, grain):
+    """Result bits [T, H D] of a decode kernel with units of `grain` blocks."""
     T, H, G = len(cache.row), cache.H, cache.G
-    w = work_items(cache.row, cache.token, cache.pages, group=group)
-    items = np.concatenate([[len(w.items)], w.items.reshape(-1)]).astype(np.int32)
-    partials = np.full((w.first[-1], H, D), np.nan, np.float32)
-    stats = np.full((w.first[-1], H, 2), np.nan, np.float32)
+    batch = decode_batch(cache)
+    blocks = div_ceil(int(cache.token.max()) + 1, BLOCK_TOKENS)
+    room = {"workers": 1 << 20} if grain == 1 else {"num_partials": 0}
+    units = WorkUnits(batch.num_rows, T, blocks, group=group, **room)
+    units.fill(batch)
+    assert units.header[1] == grain
+    head, first = np.concatenate([units.header, units.units.reshape(-1)]), units.first.copy()
+    partials = np.full((first[T], H, D), np.nan, np.float32)
+    stats = np.full((first[T], H, 2), np.nan, np.float32)
     run(
-        attention_decode_kernel(tiles, run.early),
+        item,
         grid,
-        *(partials, stats, cache.qkgv, cache.kv, items, w.lists, w.first),
+        *(partials, stats, cache.qkgv, cache.kv, head, units.members.copy(), first),
         *(cache.row, cache.token, cache.pages, H, G, H // G, *cache.numbers, D**-0.5),
     )
     out = np.full((T, H * D), NAN, np.uint16)
-    tail = (partials, stats, cache.qkgv, w.first, cache.token, H, G)
+    tail = (partials, stats, cache.qkgv, head, first, cache.token, H, G)
     run(attention_merge_kernel(0, run.early), T * H, out, *tail, *tiles_of(T))
     if run.early:
         buffer = np.full(fragment_size(T, H * D), NAN, np.uint16)

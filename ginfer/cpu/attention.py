@@ -2,7 +2,8 @@
 
 A tile is a page of 64 tokens. A partial (maximum, sum, weighted values) covers an absolute block of
 keys, 2,048 in prefill and 256 in decode, tile by tile from the left; partials are merged from the
-left. So a column's value depends on its position and history, never on the rest of the batch.
+left, in decode inside absolute spans of 1,024 first, then the spans. So a column's value depends on
+its position and history, never on the rest of the batch.
 Keys beyond a column's own position are not multiplied by zero but left out.
 
 Legend: T columns, B rows, H query heads, G K/V heads, M query heads per K/V head, D head width, L
@@ -31,7 +32,7 @@ from ginfer.cpu.product import (
 )
 from ginfer.cpu.rope import rotate
 from ginfer.cpu.scalar import ONE, ZERO, exp, sigmoid
-from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS
+from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS, SPAN_BLOCKS
 
 TILE = PAGE_TOKENS
 PREFILL_TILES, DECODE_TILES = 2048 // TILE, BLOCK_TOKENS // TILE  # tiles of an absolute block
@@ -63,8 +64,9 @@ class Columns(NamedTuple):
 
 class Work(NamedTuple):
     """What decode reads, as in `ginfer.batch.WorkUnits`. units: [U, 3], members, first: [T + 1];
-    int32."""
+    int32; blocks of a unit."""
 
+    grain: int
     units: np.ndarray
     members: np.ndarray
     first: np.ndarray
@@ -212,20 +214,14 @@ def prefill_scratch(heads: Heads) -> int:
 
 
 @device
-def _decode_unit(
-    block, group, g, base, part, stats, qkgv, kv, layer, heads, columns, first, scratch
-):
-    """The partials of K/V head g and a group of columns that see keys of `block`, the same pages;
-    all of it if they are columns of several rows."""
+def _decode_block(block, group, g, sums, kv, layer, heads, columns, scratch):
+    """sums (acc, m, l) = the partials of K/V head g and a group of columns over `block`; scratch:
+    their queries, then scores."""
     keep_apart()
     H, G, D, _ = heads
-    M, W, x = H // G, qkgv.shape[1], qkgv.reshape(-1)
-    rows, size = group.size * M, GROUP * M * D
-    q, acc, scores = scratch[:size], scratch[size : 2 * size], scratch[2 * size :]
-    m, l = scores[GROUP * M * TILE :], scores[GROUP * M * (TILE + 1) :]
-    for i in range(group.size):
-        at, qo = i * M * D, group[i] * W + g * M * D
-        q[at : at + M * D] = x[qo : qo + M * D]
+    M = H // G
+    rows, size, (acc, m, l) = group.size * M, GROUP * M * D, sums
+    q, scores = scratch[:size], scratch[size:]
     _clear(acc, 0, m, l, 0, rows, D)
     pages = columns.pages[columns.row[group[0]]]
     fewest, most = columns.token[group[0]] + 1, columns.token[group[group.size - 1]] + 1
@@ -243,20 +239,51 @@ def _decode_unit(
                 weights = scores[i * M * TILE : (i + 1) * M * TILE]
                 _soften(acc, i * M * D, m, l, i * M, weights, M, D, n, 0)
                 multiply_add_bf16(acc, i * M * D, D, weights, 0, TILE, v, D, M, D, n)
-    for i in range(group.size):
-        to = (first[group[i]] - base + block) * H + g * M
-        part[to * D : (to + M) * D] = acc[i * M * D : (i + 1) * M * D]
-        stats[0, to : to + M] = m[i * M : (i + 1) * M]
-        stats[1, to : to + M] = l[i * M : (i + 1) * M]
 
 
 @device
-def _decode_merge(t, h, slot, blocks, out, part, stats, qkgv, heads):
-    """Merge the partials of column t and query head h into the first of them, at `slot`; finish."""
+def _decode_unit(
+    block, group, g, base, grain, part, stats, qkgv, kv, layer, heads, columns, first, scratch
+):
+    """The partials of K/V head g and a group of columns that see keys of `block`, over `grain`
+    blocks from there with the same pages; all of it if they are columns of several rows."""
+    keep_apart()
+    H, G, D, _ = heads
+    M, W, x = H // G, qkgv.shape[1], qkgv.reshape(-1)
+    size, n = GROUP * M * D, GROUP * M
+    acc, more, inner = scratch[:size], scratch[size : 2 * size], scratch[2 * size :]
+    tail = inner[size + n * TILE :]
+    sums, others = (acc, tail, tail[n:]), (more, tail[2 * n :], tail[3 * n :])
+    for i in range(group.size):
+        at, qo = i * M * D, group[i] * W + g * M * D
+        inner[at : at + M * D] = x[qo : qo + M * D]
+    _decode_block(block, group, g, sums, kv, layer, heads, columns, inner)
+    last = min(block + grain - 1, columns.token[group[group.size - 1]] // BLOCK_TOKENS)
+    for coming in range(block + 1, last + 1):
+        _decode_block(coming, group, g, others, kv, layer, heads, columns, inner)
+        for i in range(group.size):
+            if columns.token[group[i]] >= coming * BLOCK_TOKENS:
+                for j in range(i * M, (i + 1) * M):
+                    _merge(acc, sums[1], sums[2], j, more, others[1], others[2], j, D)
+    for i in range(group.size):
+        to = (first[group[i]] - base + block // grain) * H + g * M
+        part[to * D : (to + M) * D] = acc[i * M * D : (i + 1) * M * D]
+        stats[0, to : to + M] = sums[1][i * M : (i + 1) * M]
+        stats[1, to : to + M] = sums[2][i * M : (i + 1) * M]
+
+
+@device
+def _decode_merge(t, h, slot, runs, per_span, out, part, stats, qkgv, heads):
+    """Merge the partials of column t and query head h, `per_span` to a span, into the first of
+    them, at `slot`; finish."""
     H, G, D, _ = heads
     m, l, home = stats[0], stats[1], slot * H + h
-    for other in range(home + H, home + blocks * H, H):
-        _merge(part, m, l, home, part, m, l, other, D)
+    for span in range(0, runs, per_span):
+        begin = home + span * H
+        for run in range(span + 1, min(span + per_span, runs)):
+            _merge(part, m, l, begin, part, m, l, home + run * H, D)
+        if span > 0:
+            _merge(part, m, l, home, part, m, l, begin, D)
     gate = (H + G + h) * D
     to, acc = out[t, h * D : (h + 1) * D], part[home * D : (home + 1) * D]
     _finish(to, acc, l[home], qkgv[t, gate : gate + D])
@@ -273,10 +300,11 @@ def append_columns(qkgv, kv, layer, w_q, w_k, heads, columns, eps):
 def attention_decode(out, qkgv, kv, layer, heads, columns, work, wave, part, stats, scratch):
     """Attention of the columns c0 .. c1 - 1 = `wave`, after `append_columns`: partials, merge.
 
-    part: [S H D], stats: [2, S H] for S >= first[c1] - first[c0] blocks. scratch: [threads,
+    part: [S H D], stats: [2, S H] for S >= first[c1] - first[c0] partials. scratch: [threads,
     decode_scratch].
     """
     H, G, first, members = heads.H, heads.G, work.first, work.members
+    grain = work.grain
     c0, c1 = wave
     n = work.units.shape[0]
     for i in prange(n * G):
@@ -290,16 +318,16 @@ def attention_decode(out, qkgv, kv, layer, heads, columns, work, wave, part, sta
             t1 -= 1
         if t0 < t1:
             group, base, mine = members[t0:t1], first[c0], scratch[get_thread_id()]
-            _decode_unit(
-                block, group, g, base, part, stats, qkgv, kv, layer, heads, columns, first, mine
-            )
+            unit = (block, group, g, base, grain)
+            _decode_unit(*unit, part, stats, qkgv, kv, layer, heads, columns, first, mine)
     for i in prange((c1 - c0) * H):
         t, h = c0 + np.int64(i) // H, np.int64(i) % H
-        blocks = first[t + 1] - first[t]
-        _decode_merge(t, h, first[t] - first[c0], blocks, out, part, stats, qkgv, heads)
+        runs, per_span = first[t + 1] - first[t], SPAN_BLOCKS // grain
+        slot = first[t] - first[c0]
+        _decode_merge(t, h, slot, runs, per_span, out, part, stats, qkgv, heads)
 
 
 def decode_scratch(heads: Heads) -> int:
     """float32 of scratch per thread of `attention_decode`."""
     rows = heads.H // heads.G * GROUP
-    return rows * (2 * heads.D + TILE + 2)
+    return rows * (3 * heads.D + TILE + 4)

@@ -104,7 +104,9 @@ class CpuBackend:
         self._logit_rows = min(T, max(plan.num_rows, 8))
         blocks = div_ceil(plan.max_pages_per_row * PAGE_TOKENS, BLOCK_TOKENS)
         self._partials = blocks * min(plan.num_rows, 8)
-        self._units = WorkUnits(plan.num_rows, T, blocks, group=attention.GROUP)
+        self._units = WorkUnits(
+            plan.num_rows, T, blocks, group=attention.GROUP, workers=self._threads
+        )
         inner = max(2 * (a.q_width + a.kv_width), g.conv_channels + g.value_width)
         scratch = max(
             attention.prefill_scratch(self._heads),

@@ -67,13 +67,14 @@ def stage(batch: ForwardBatch, cos: np.ndarray, sin: np.ndarray, units: WorkUnit
         items = _query_items(indptr, token)
     else:
         units.fill(batch)
+    count, grain = units.header.tolist()
     return Staged(
         token_ids=_own(batch.token_ids, np.int32),
         positions=_own(batch.positions, np.int32),
         columns=Columns(row, token, _own(batch.page_table, np.int32), cos, sin),
         rows=Rows(indptr, starts, _own(batch.state_in, np.int32), _own(batch.state_out, np.int32)),
         items=items,
-        work=Work(units.units[: units.count[0]], units.members, units.first),
+        work=Work(grain, units.units[:count], units.members, units.first),
     )
 
 

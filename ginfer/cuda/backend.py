@@ -131,7 +131,7 @@ class CudaBackend:
         assert self._model is not None, "load comes first"
         self._device.use()
         spec, selected, queue = self._spec, most_selected(plan), self._queue
-        self._num_lanes = plan.num_rows
+        self._num_lanes, sms = plan.num_rows, self._device.info.num_sms
         parts = request_parts(spec, plan)
         self._memory = memory = Arena(parts_nbytes(parts), "memory of requests")
         hold = self._held.callback
@@ -139,11 +139,10 @@ class CudaBackend:
         self._slots = Slots(spec, plan, memory, queue.stream)
         hold(self._slots.close)
         words = table_words(spec, plan, selected)
-        self._frame = Frame(spec, plan, memory, words=words, queue=queue)
+        self._frame = Frame(spec, plan, memory, words=words, queue=queue, num_sms=sms)
         hold(self._frame.close)
         self._selector = Selector(spec, plan, memory, selected=selected, queue=queue)
         hold(self._selector.close)
-        sms = self._device.info.num_sms
         self._blocks = Blocks(spec, plan, self._model, queue=queue, num_sms=sms)
         tables = (self._frame, self._selector.tokens)
         self._blocks.allocate(memory, tables, self._slots, selected=selected)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ginfer.batch import Phase
 from ginfer.cuda.attention.append import append
-from ginfer.cuda.attention.decode import attention_decode_kernel
-from ginfer.cuda.attention.decode_launch import DecodeAttention, attention_decode
+from ginfer.cuda.attention.decode_launch import DecodeAttention, attention_decode, decode_kernel
 from ginfer.cuda.attention.decode_launch import DecodeScratch as AttentionScratch
 from ginfer.cuda.attention.prefill import PrefillAttention, attention_prefill
 from ginfer.cuda.embedding import embedding
@@ -98,7 +97,7 @@ class Blocks:
         """Bytes of every buffer; `selected`: most columns whose logits are wanted at a time."""
         a, g, T = spec.attention, spec.gdn, plan.max_columns + TOKEN_PADDING
         inner = max(2 * (a.q_width + a.kv_width), g.conv_channels + g.value_width)
-        blocks = most_partials(plan)
+        partials = most_partials(plan)
         scratch = [linear_scratch_nbytes(N, K) for N, K in matrix_shapes(spec)]
         return {
             "hidden": T * spec.hidden_size * 2,
@@ -111,8 +110,8 @@ class Blocks:
             "within": most_chunks(plan) * g.num_v_heads * WITHIN_NBYTES,
             "selected": (selected + TOKEN_PADDING) * spec.hidden_size * 2,
             "logits": selected * spec.vocab_size * 4,
-            "partials": blocks * a.q_width * 4,
-            "stats": blocks * a.num_q_heads * 8,
+            "partials": partials * a.q_width * 4,
+            "stats": partials * a.num_q_heads * 8,
             "slices": max(workspace for workspace, _ in scratch),
             "counters": align_up(max(counters for _, counters in scratch), 256),
             "maps": MAPS_NBYTES,
@@ -125,7 +124,6 @@ class Blocks:
         each lane drew last."""
         spec, a, g = self._spec, self._spec.attention, self._spec.gdn
         (self._frame, self._tokens), self._slots = tables, slots
-        decode = self._frame.tables[Phase.DECODE]
         sizes = self.nbytes(spec, self._plan, selected)
         parts = {name: memory.take(n, name, alignment=1024) for name, n in sizes.items()}
         for part in parts.values():
@@ -151,9 +149,7 @@ class Blocks:
         )
         self.logits = at["logits"]
         self._slices = DecodeScratch(workspace=at["slices"], counters=at["counters"])
-        self._attention_scratch = AttentionScratch(
-            at["partials"], at["stats"], decode["items"], decode["lists"], decode["first"]
-        )
+        self._attention_scratch = AttentionScratch(at["partials"], at["stats"], *self._frame.work)
 
     def _inputs(
         self, buffers: Mapping[str, tuple[Slice, int]], room: Slice
@@ -231,7 +227,7 @@ class Blocks:
                 queue, b.attended.address, b.inner, kv=kv, columns=columns, shape=items
             )
         else:
-            kernel = attention_decode_kernel(staged.tiles, queue.early)
+            kernel = decode_kernel(queue.image.capability, staged.tiles)
             grid = self._sms * queue.image[kernel].occupancy()
             shape = DecodeAttention(
                 T, a.num_q_heads, grid, staged.tiles, a.scale, self._fragments(phase)

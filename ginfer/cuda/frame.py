@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ginfer.batch import Phase
+from ginfer.batch import Phase, WorkUnits
 from ginfer.cuda.attention.append import Columns
-from ginfer.cuda.attention.decode import BLOCK_TILES
-from ginfer.cuda.attention.decode_launch import SMALL, WorkItems, large_tiles, work_items
+from ginfer.cuda.attention.decode_launch import SMALL, decode_kernel, large_tiles
 from ginfer.cuda.attention.prefill import form_of
 from ginfer.cuda.gdn.chunk import Chunks
 from ginfer.cuda.gdn.conv import Rows
 from ginfer.cuda.gdn.prepare import CHUNK
 from ginfer.cuda.tables import Tables
 from ginfer.sizes import div_ceil
+from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS, SPAN_BLOCKS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ginfer.spec import ModelSpec
 
 MAX_DECODE_COLUMNS = 128
+LEAST_PARTIALS = 4096
 LEAST_QUERIES = 32  # columns of a work item of prefill attention
 
 
@@ -43,14 +44,22 @@ def rope_frequencies(spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.flo
     return axes, frequencies.astype(np.float64)
 
 
+def most_blocks(plan: MemoryPlan) -> int:
+    """Blocks of decode attention in a row at most."""
+    return div_ceil(plan.max_pages_per_row * PAGE_TOKENS, BLOCK_TOKENS)
+
+
 def most_partials(plan: MemoryPlan) -> int:
-    """Partials of decode attention for one column of every row at most."""
-    return plan.num_rows * div_ceil(plan.max_pages_per_row, BLOCK_TILES)
+    """Partials of decode attention at most: of every span, or of so many blocks that there is work
+    for everyone."""
+    blocks = most_blocks(plan)
+    spans = max(plan.num_rows, plan.max_recorded) * div_ceil(blocks, SPAN_BLOCKS)
+    return max(spans, min(plan.num_rows * blocks, LEAST_PARTIALS))
 
 
 def table_words(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[Phase, dict[str, int]]:
     """Words of each table at most; `selected`: most columns whose logits are wanted at a time."""
-    B, P, blocks = plan.num_rows, plan.max_pages_per_row, most_partials(plan)
+    B, P, T = plan.num_rows, plan.max_pages_per_row, plan.max_columns
 
     def of_columns(T: int) -> dict[str, int]:
         return {
@@ -63,8 +72,7 @@ def table_words(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[Phase,
             "pages": B * P,
         }
 
-    T = plan.max_columns
-    decode = {"items": 1 + 3 * blocks, "lists": blocks * B, "first": decode_columns(plan) + 1}
+    units = work_units(spec, plan, SMALL).storage.size
     return {
         Phase.PREFILL: {
             **of_columns(T),
@@ -72,7 +80,7 @@ def table_words(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[Phase,
             "chunks": 2 * most_chunks(plan),
             "chunk_indptr": B + 1,
         },
-        Phase.DECODE: {**of_columns(decode_columns(plan)), **decode},
+        Phase.DECODE: {**of_columns(decode_columns(plan)), "units": units},
     }
 
 
@@ -86,10 +94,24 @@ def decode_columns(plan: MemoryPlan) -> int:
     return min(plan.max_columns, MAX_DECODE_COLUMNS)
 
 
+def work_units(spec: ModelSpec, plan: MemoryPlan, tiles: int, *, num_blocks: int = 1) -> WorkUnits:
+    """Room for the units of decode attention, of `tiles` tiles of 16 rows, for a grid of so many
+    thread blocks."""
+    a = spec.attention
+    return WorkUnits(
+        plan.num_rows,
+        decode_columns(plan),
+        most_blocks(plan),
+        group=16 * tiles * a.num_kv_heads // a.num_q_heads,
+        workers=max(num_blocks // a.num_kv_heads, 1),
+        num_partials=most_partials(plan),
+    )
+
+
 @dataclass(frozen=True)
 class Staged:
     """What the host knows of a batch, and its tables: columns, rows, the longest row, query items,
-    chunks of GDN, tiles of 16 rows of a decode item."""
+    chunks of GDN, tiles of 16 rows of a decode unit."""
 
     tables: Tables
     T: int
@@ -129,9 +151,13 @@ class Frame:
         *,
         words: dict[Phase, dict[str, int]],
         queue: Queue,
+        num_sms: int,
     ) -> None:
         self._spec, self._plan = spec, plan
-        self._tiles = large_tiles(queue.image.capability)
+        capability = queue.image.capability
+        self._tiles = large_tiles(capability)
+        occupancy = queue.image[decode_kernel(capability, self._tiles)].occupancy()
+        self._units = work_units(spec, plan, self._tiles, num_blocks=num_sms * occupancy)
         self._queries = 16 * form_of(queue.image.capability)[0]
         self.tables = {phase: Tables(sizes, memory, queue.stream) for phase, sizes in words.items()}
         self._axes, self._frequencies = rope_frequencies(spec)
@@ -168,15 +194,11 @@ class Frame:
         pages[:, : batch.page_table.shape[1]] = batch.page_table
         if batch.selection is not None:
             tables.fill("columns", batch.selection.columns.astype(np.int32, copy=False))
-        tiles, num_queries, num_chunks = SMALL, 0, 0
+        tiles, num_queries, num_chunks = self._decode_tiles(T), 0, 0
         if batch.phase is Phase.DECODE:
-            tiles = self._tiles if B > 1 or T > 1 else SMALL
-            items = self._items(batch, row, token, tiles)
-            assert items.first[-1] <= most_partials(self._plan), "more columns than rows"
-            count = np.int32(len(items.items))
-            tables.fill("items", np.append(count, items.items.reshape(-1)))
-            tables.fill("lists", items.lists)
-            tables.fill("first", items.first)
+            self._units.fill(batch)
+            assert self._units.first[T] <= most_partials(self._plan), "more columns than expected"
+            tables.fill("units", self._units.storage[: self._units.used])
         else:
             queries = _query_items(batch.row_indptr, token, self._queries)
             num_queries = len(queries)
@@ -194,44 +216,27 @@ class Frame:
         angles = (positions[self._axes].astype(np.float64) * self._frequencies[:, None]).T
         return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
 
-    def _items(
-        self, batch: ForwardBatch, row: NDArray[np.int32], token: NDArray[np.int32], tiles: int
-    ) -> WorkItems:
-        a = self._spec.attention
-        group = 16 * tiles // (a.num_q_heads // a.num_kv_heads)
-        if batch.items is None or batch.num_columns != batch.num_rows:
-            return work_items(row, token, batch.page_table, group=group)
-        return expand_items(batch.items, token, group=group)
-
     def decode_round(self, B: int) -> Staged:
         """What `fill` returns for a decode batch of B rows of one column."""
         tables = self.tables[Phase.DECODE]
-        return Staged(tables, B, B, 1, tiles=self._tiles if B > 1 else SMALL)
+        return Staged(tables, B, B, 1, tiles=self._decode_tiles(B))
+
+    def _decode_tiles(self, T: int) -> int:
+        """The least size of units that holds T columns, or the largest."""
+        a = self._spec.attention
+        return SMALL if T * a.num_q_heads <= 16 * SMALL * a.num_kv_heads else self._tiles
+
+    @property
+    def work(self) -> tuple[int, int, int]:
+        """Addresses of the parts of WorkUnits: units from the header on, members, first."""
+        units, at = self._units, self.tables[Phase.DECODE]["units"]
+        members = at + units.first.nbytes
+        return members + units.members.nbytes, members, at
 
     def close(self) -> None:
         """Free the pinned memory."""
         for tables in self.tables.values():
             tables.close()
-
-
-def expand_items(items: Any, token: NDArray[np.int32], *, group: int) -> WorkItems:
-    """Work items of single blocks from `batch.WorkItems`, whose runs of blocks are read by rows of
-    one column each."""
-    parts = [
-        (at, min(group, end - at), first, last)
-        for (first, last), (start, end) in zip(
-            items.blocks.tolist(), pairwise(items.indptr.tolist())
-        )
-        for at in range(start, end, group)
-    ]
-    table = np.array(parts, np.int32).reshape(-1, 4)
-    counts = table[:, 3] - table[:, 2]
-    ends = np.cumsum(counts)
-    block = np.arange(counts.sum()) - np.repeat(ends - counts - table[:, 2], counts)
-    flat = np.column_stack([np.repeat(table[:, 0], counts), np.repeat(table[:, 1], counts), block])
-    first = np.zeros(len(token) + 1, np.int32)
-    np.cumsum(token // (64 * BLOCK_TILES) + 1, out=first[1:])
-    return WorkItems(flat.astype(np.int32), items.rows.astype(np.int32), first)
 
 
 def _query_items(

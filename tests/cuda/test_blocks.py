@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ginfer.cuda.attention.decode_launch import SMALL, large_tiles
+from ginfer.cuda.attention.decode_launch import SMALL, decode_kernel, large_tiles
 from ginfer.cuda.attention.prefill import form_of
 from ginfer.cuda.gdn.chunk import form_of as chunk_form
 from ginfer.cuda.runtime.queue import starts_early
@@ -65,30 +65,33 @@ def test_rms_norm(run, T, C):
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 64, 65, 255, 256, 257, 1000])
-def test_decode_attention_at_borders(run, heads, tokens):
+def test_decode_attention_at_borders(run, heads, tokens, capability):
     cache = make_cache(tokens, heads, [(tokens, 1), (3, 1)])
     check_append(run, cache)
-    group = 16 // (heads[0] // heads[1])
-    check_attention(cache, attention_decode(run, cache, tiles=SMALL, group=group, grid=264))
+    item, group = decode_kernel(capability, SMALL), 16 // (heads[0] // heads[1])
+    check_attention(cache, attention_decode(run, cache, item, group=group, grid=264, grain=1))
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_groups_and_grids_change_no_bit(run, heads, capability):
-    rows = [(1030, 1), (1025, 2), (1100, 1), (700, 1)]
-    cache = make_cache(7, heads, rows, shared=8)
+def test_groups_units_and_grids_change_no_bit(run, heads, capability):
+    rows = [(2030, 1), (2025, 2), (2100, 1), (1700, 1), (2304, 20)]
+    cache = make_cache(7, heads, rows, shared=20)
     check_append(run, cache)
-    tiles, M = large_tiles(capability), heads[0] // heads[1]
-    want = attention_decode(run, cache, tiles=SMALL, group=1, grid=1)
+    few, many = (decode_kernel(capability, n) for n in (SMALL, large_tiles(capability)))
+    group = 16 * large_tiles(capability) // (heads[0] // heads[1])
+    want = attention_decode(run, cache, few, group=1, grid=1, grain=1)
     check_attention(cache, want)
-    for grid in (3, 132, 264):
-        got = attention_decode(run, cache, tiles=tiles, group=16 * tiles // M, grid=grid)
-        assert (got == want).all()
+    for grid, grain in ((3, 4), (132, 1), (264, 4)):
+        how = {"grid": grid, "grain": grain}
+        assert (attention_decode(run, cache, many, group=group, **how) == want).all()
+        assert (attention_decode(run, cache, few, group=2, **how) == want).all()
 
 
-def test_decode_attention_over_a_long_history(run):
+def test_decode_attention_over_a_long_history(run, capability):
     cache = make_cache(8, (3, 1), [(16_001, 1)])
     check_append(run, cache)
-    check_attention(cache, attention_decode(run, cache, tiles=SMALL, group=1, grid=132))
+    item = decode_kernel(capability, SMALL)
+    check_attention(cache, attention_decode(run, cache, item, group=1, grid=132, grain=4))
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)

@@ -32,39 +32,48 @@ def decode_batch(
 
 
 def check(units: WorkUnits, batch: ForwardBatch, group: int) -> int:
-    """Assert that the units are the batch's; return the size of the largest."""
+    """Assert that the units are the batch's; return columns of the largest."""
     rows = np.repeat(np.arange(batch.num_rows), np.diff(batch.row_indptr))
     tokens = np.arange(batch.num_columns) + (batch.starts - batch.row_indptr[:-1])[rows]
-    blocks = tokens // BLOCK_TOKENS + 1
-    np.testing.assert_array_equal(units.first[: len(rows) + 1], np.cumsum([0, *blocks]))
-    missing = {(t, block) for t, n in enumerate(blocks.tolist()) for block in range(n)}
-    for place, count, block in units.units[: units.count[0]].tolist():
+    num_units, grain = units.header.tolist()
+    keys = grain * BLOCK_TOKENS
+    runs = tokens // keys + 1
+    np.testing.assert_array_equal(units.first[: len(rows) + 1], np.cumsum([0, *runs]))
+    missing = {(t, run) for t, n in enumerate(runs.tolist()) for run in range(n)}
+    for place, count, block in units.units[:num_units].tolist():
         columns = units.members[place : place + count]
         assert 1 <= count <= group
         assert (np.diff(columns) > 0).all()
-        pages = batch.page_table[rows[columns], block * BLOCK_PAGES : (block + 1) * BLOCK_PAGES]
+        assert block % grain == 0
+        pages = batch.page_table[rows[columns], block * BLOCK_PAGES : (block + grain) * BLOCK_PAGES]
         assert (pages == pages[0]).all()
         if len(set(rows[columns].tolist())) > 1:
-            assert tokens[columns].min() >= (block + 1) * BLOCK_TOKENS
-        missing -= (done := {(t, block) for t in columns.tolist()} & missing)
-        assert len(done) == count, "a column reads a block twice, or one that it does not have"
+            assert tokens[columns].min() >= (block + grain) * BLOCK_TOKENS
+        missing -= (done := {(t, block // grain) for t in columns.tolist()} & missing)
+        assert len(done) == count, "a column reads a run twice, or one that it does not have"
     assert not missing
-    return int(units.units[: units.count[0], 1].max())
+    assert units.used == 3 * num_units + sum(
+        part.size for part in (units.first, units.members, units.header)
+    )
+    return int(units.units[:num_units, 1].max())
 
 
 @pytest.mark.parametrize("group", [1, 8, 16])
-def test_columns_read_each_of_their_blocks_once(group: int) -> None:
+@pytest.mark.parametrize("workers", [1, 30])
+def test_columns_read_each_of_their_blocks_once(group: int, workers: int) -> None:
     rng = np.random.default_rng(group)
-    units = WorkUnits(8, 8 * 20, 15, group=group)
-    where, largest = units.storage.ctypes.data, 0
+    units = WorkUnits(8, 8 * 20, 15, group=group, workers=workers)
+    where, largest, grains = units.storage.ctypes.data, 0, set()
     for _ in range(60):
         tree = sharing_tree(rng, int(rng.integers(1, 9)), 60)
         for items in (work_items(*tree), None):
             batch = decode_batch(*tree, items)
             units.fill(batch)
             largest = max(largest, check(units, batch, group))
+            grains.add(int(units.header[1]))
     assert largest == group
-    parts = (units.first, units.members, units.count, units.units)
+    assert grains == {1, 4}
+    parts = (units.first, units.members, units.header, units.units)
     assert [p.ctypes.data for p in parts] == where_of(where, [p.size for p in parts])
 
 
@@ -88,6 +97,18 @@ def test_the_largest_batches_fit(rows: int, width: int) -> None:
         table = np.tile(np.arange(128, dtype=np.int32), (rows, 1))
 
 
+def test_few_units_are_blocks_unless_there_is_no_room_for_their_partials() -> None:
+    table = np.arange(80, dtype=np.int32).reshape(1, 80)
+    batch = decode_batch(table, np.array([5000], np.int32), np.arange(2, dtype=np.int32), None)
+    found = []
+    for workers, num_partials in ((32, 20), (32, 19), (1, 1000)):
+        units = WorkUnits(1, 1, 20, group=8, workers=workers, num_partials=num_partials)
+        units.fill(batch)
+        check(units, batch, 8)
+        found.append(units.header.tolist())
+    assert found == [[20, 1], [5, 4], [5, 4]]
+
+
 def test_filling_eight_rows_of_1024_blocks_takes_microseconds() -> None:
     units = WorkUnits(8, 128, 1024, group=8)
     table = np.arange(8 * 4096, dtype=np.int32).reshape(8, 4096)
@@ -98,5 +119,5 @@ def test_filling_eight_rows_of_1024_blocks_takes_microseconds() -> None:
         began = time.perf_counter()
         units.fill(batch)
         best = min(best, time.perf_counter() - began)
-    assert units.count[0] == 8 * 1024
+    assert units.header.tolist() == [8 * 256, 4]
     assert best < 2e-3  # 70 us on two quiet cores

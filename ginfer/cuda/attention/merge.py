@@ -1,7 +1,8 @@
-"""Merge of attention partials, left to right, and the output gate.
+"""Merge of attention partials: blocks left to right inside spans, then spans, and the output gate.
 
-out[t, h] = sum_b w_b part_b / sum_b w_b l_b * sigmoid(gate[t, h]), w_b = e^(m_b - max m), blocks
-b ascending. A block takes a column and a head. Legend as in `attention.decode`.
+out[t, h] = sum_s w_s span_s / sum_s w_s l_s * sigmoid(gate[t, h]), w_s = e^(m_s - max m), spans s
+ascending; a span is the fold of its blocks where these are separate partials. A thread block takes
+a column and a head. Legend as in `attention.decode`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.attention.append import HEAD_DIM
-from ginfer.cuda.attention.decode import BLOCK_KEYS, LOWEST
+from ginfer.cuda.attention.decode_parts import BLOCK_KEYS, LOWEST, SPAN_BLOCKS, fold, fold_factors
 from ginfer.cuda.lib.fragment import pair_store
 from ginfer.cuda.lib.numeric import (
     follow,
@@ -21,36 +22,40 @@ from ginfer.cuda.lib.numeric import (
     warp_max,
 )
 from ginfer.cuda.lib.ptx import (
+    bits_from_f32,
     div_u32,
     exp2_approx,
+    f32_from_bits,
     fma_f32,
     ld_global_f32,
     ld_global_u32,
     ld_shared_f32,
+    ld_shared_u32x4,
     shared_address,
     st_shared_f32,
+    st_shared_u32x4,
 )
 from ginfer.cuda.runtime.jit import Build, kernel
 
 THREADS = HEAD_DIM // 2
-STEP = 8  # partials in flight per thread
+STEP = 32  # partials in flight per thread
 
 
-@kernel(*(int64,) * 6, *(uint32,) * 4)
+@kernel(*(int64,) * 7, *(uint32,) * 4)
 def attention_merge_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
-    """Arguments out, partials, stats, qkgv, first, token, H, G, first_tiles, rest_tiles. A thread
-    owns two dims."""
+    """Arguments out, partials, stats, qkgv, units, first, token, H, G, first_tiles, rest_tiles;
+    units as in `attention_decode_kernel`, of which the grain matters. A thread owns two dims."""
     start, store, D, warps = follow(early), pair_store(fragments), HEAD_DIM, THREADS // 32
-    chunk, held = THREADS, 2 * STEP
+    held, factor_words = 2 * STEP, 4 * THREADS
 
     @cuda.jit(device=True, inline="always")
-    def highest(stats, blocks, pitch, words, thread):
-        """Largest m of the blocks."""
+    def highest(stats, slots, pitch, words, thread):
+        """Largest m of the partials."""
         top = float32(LOWEST)
-        b = thread
-        while b < blocks:
-            top = max(top, ld_global_f32(stats + int64(b) * pitch))
-            b = uint32(b + uint32(THREADS))
+        i = thread
+        while i < slots:
+            top = max(top, ld_global_f32(stats + int64(i) * pitch))
+            i = uint32(i + uint32(THREADS))
         top = warp_max(top)
         if thread & uint32(31) == 0:
             st_shared_f32(uint32(words + (thread >> uint32(5)) * uint32(4)), top)
@@ -59,33 +64,55 @@ def attention_merge_kernel(fragments: int, early: int):  # type: ignore[no-untyp
             top = max(top, ld_shared_f32(uint32(words + uint32(i * 4))))
         return top
 
+    @cuda.jit(device=True, inline="always")
+    def factors(stats, slot, slots, pitch, per_span, top, at):
+        """For partial `slot`: its two factors in the fold of its span, and if it is the span's last
+        the weight of the span and its sum (else 0)."""
+        m, l = float32(LOWEST), float32(0.0)
+        keep, take = float32(0.0), float32(0.0)
+        base = uint32(slot - (slot & uint32(per_span - uint32(1))))
+        for j in range(SPAN_BLOCKS):
+            i = uint32(base + uint32(j))
+            if i <= slot:
+                coming = stats + int64(i) * pitch
+                m, keep, take = fold_factors(m, ld_global_f32(coming))
+                l = fold(l, keep, ld_global_f32(coming + 4), take)
+        weight = float32(0.0)
+        if uint32(slot - base) + uint32(1) == per_span or slot + uint32(1) == slots:
+            weight = exp2_approx(m - top)
+        st_shared_u32x4(
+            at, bits_from_f32(keep), bits_from_f32(take), bits_from_f32(weight), bits_from_f32(l)
+        )
+
     @cuda.jit(fastmath=True, launch_bounds=THREADS)
-    def attention_merge(out, partials, stats, qkgv, first, token, H, G, first_tiles, rest_tiles):
+    def attention_merge(
+        out, partials, stats, qkgv, units, first, token, H, G, first_tiles, rest_tiles
+    ):
         words = shared_address(cuda.shared.array(warps, float32))
-        weights = shared_address(cuda.shared.array(chunk, float32))
-        sums = shared_address(cuda.shared.array(chunk, float32))
+        table = shared_address(cuda.shared.array(factor_words, float32))
+        table = uint32(table)
         v = cuda.local.array(held, float32)
         start()
         t = div_u32(uint32(cuda.blockIdx.x), H)
         h, thread = uint32(uint32(cuda.blockIdx.x) - t * H), uint32(cuda.threadIdx.x)
-        blocks = uint32(div_u32(ld_global_u32(row_of_32(token, t)), uint32(BLOCK_KEYS)) + uint32(1))
+        grain = ld_global_u32(units + 4)
+        per_span = div_u32(uint32(SPAN_BLOCKS), grain)
+        keys = uint32(grain * uint32(BLOCK_KEYS))
+        slots = uint32(div_u32(ld_global_u32(row_of_32(token, t)), keys) + uint32(1))
         home = int64(ld_global_u32(row_of_32(first, t))) * int64(H) + int64(h)
         stats_at, pitch = stats + home * 8, int64(H) * 8
         source, step = partials + home * (4 * D) + int64(thread) * 8, int64(H) * (4 * D)
-        top = highest(stats_at, blocks, pitch, words, thread)
+        top = highest(stats_at, slots, pitch, words, thread)
         low, high, total = float32(0.0), float32(0.0), float32(0.0)
+        span_low, span_high = float32(0.0), float32(0.0)
         done = uint32(0)
-        while done < blocks:
-            b = uint32(done + thread)
-            weight, part = float32(0.0), float32(0.0)
-            if b < blocks:
-                at = stats_at + int64(b) * pitch
-                weight = exp2_approx(ld_global_f32(at) - top)
-                part = ld_global_f32(at + 4)
-            st_shared_f32(uint32(weights + thread * uint32(4)), weight)
-            st_shared_f32(uint32(sums + thread * uint32(4)), part)
+        while done < slots:
+            slot = uint32(done + thread)
+            if slot < slots:
+                at = uint32(table + thread * uint32(16))
+                factors(stats_at, slot, slots, pitch, per_span, top, at)
             cuda.syncthreads()
-            count = min(uint32(blocks - done), uint32(chunk))
+            count = min(uint32(slots - done), uint32(THREADS))
             i = uint32(0)
             while i < count:
                 for j in range(STEP):
@@ -95,14 +122,17 @@ def attention_merge_kernel(fragments: int, early: int):  # type: ignore[no-untyp
                 for j in range(STEP):
                     b = uint32(i + uint32(j))
                     if b < count:
-                        weight = ld_shared_f32(uint32(weights + b * uint32(4)))
-                        part = ld_shared_f32(uint32(sums + b * uint32(4)))
-                        total = fma_f32(weight, part, total)
-                        low = fma_f32(weight, v[2 * j], low)
-                        high = fma_f32(weight, v[2 * j + 1], high)
+                        q = ld_shared_u32x4(uint32(table + b * uint32(16)))
+                        keep, take = f32_from_bits(q[0]), f32_from_bits(q[1])
+                        weight = f32_from_bits(q[2])
+                        span_low = fold(span_low, keep, v[2 * j], take)
+                        span_high = fold(span_high, keep, v[2 * j + 1], take)
+                        total = fma_f32(weight, f32_from_bits(q[3]), total)
+                        low = fma_f32(weight, span_low, low)
+                        high = fma_f32(weight, span_high, high)
                 i = uint32(i + uint32(STEP))
             cuda.syncthreads()
-            done = uint32(done + uint32(chunk))
+            done = uint32(done + uint32(THREADS))
         width = int64(H + G) * D
         gate = qkgv + (int64(t) * width * 2 + width + int64(h) * D) * 2 + int64(thread) * 4
         pair = ld_global_u32(gate)

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from ginfer.cuda.attention.decode import attention_decode_kernel
+from ginfer.cuda.attention.decode_bulk import attention_decode_bulk_kernel
 from tests.device_cases import (
     attention_decode,
     attention_prefill,
@@ -12,7 +14,6 @@ from tests.device_cases import (
     check_embedding,
     check_gdn,
     check_rms_norm,
-    gdn_chunks,
     gdn_step,
     make_cache,
     make_gdn,
@@ -40,17 +41,31 @@ def test_rms_norm(run, T, C):
     check_rms_norm(run, T, C)
 
 
-def test_decode_attention_over_shared_pages_and_tails(run):
+DECODE = {
+    "bulk": lambda tiles, early: attention_decode_bulk_kernel(tiles, 3, early),
+    "copies": attention_decode_kernel,
+}
+
+
+@pytest.fixture(params=DECODE)
+def decode(request):
+    return DECODE[request.param]
+
+
+def test_decode_attention_over_shared_pages_and_tails(run, decode):
     cache = make_cache(1, (3, 1), [(261, 1), (258, 2)], shared=4)
     check_append(run, cache)
-    check_attention(cache, attention_decode(run, cache, tiles=1, group=5, grid=2))
+    item = decode(1, run.early)
+    check_attention(cache, attention_decode(run, cache, item, group=5, grid=2, grain=1))
 
 
-def test_how_columns_are_grouped_changes_no_bit(plain):
-    cache = make_cache(2, (2, 1), [(130, 2), (129, 1)], shared=2)
+def test_neither_groups_nor_units_change_a_bit(plain, decode):
+    cache = make_cache(2, (2, 1), [(258, 3)])
     check_append(plain, cache)
-    alone = attention_decode(plain, cache, tiles=1, group=1, grid=1)
-    assert (attention_decode(plain, cache, tiles=3, group=3, grid=1) == alone).all()
+    alone = attention_decode(plain, cache, decode(1, 0), group=1, grid=1, grain=1)
+    check_attention(cache, alone)
+    together = attention_decode(plain, cache, decode(2, 0), group=9, grid=1, grain=4)
+    assert (together == alone).all()
 
 
 @pytest.mark.parametrize("form", [(2, 1), (4, 2)])
@@ -71,26 +86,6 @@ def test_gdn_step(run):
     it = make_gdn(5, (1, 2), [2, 1], [(1, 1), (0, 2)])
     convolved, before = check_conv(run, it), it.state.copy()
     check_gdn(it, convolved, before, gdn_step(run, it, convolved))
-
-
-def test_gdn_chunks_that_begin_and_end_anywhere(plain):
-    it = make_gdn(8, (1, 1), [63], [(0, 1)])
-    convolved, before = check_conv(plain, it), it.state.copy()
-    check_gdn(it, convolved, before, gdn_chunks(plain, it, convolved, [3]))
-
-
-@pytest.mark.long
-def test_a_cut_at_a_multiple_of_64_changes_no_bit(plain):
-    it, other = (make_gdn(9, (1, 1), [66], [(0, 0)]) for _ in range(2))
-    convolved = check_conv(plain, it)
-    whole = gdn_chunks(plain, it, convolved, [0])
-    mix, ab, parts = other.mix, other.ab, []
-    for first, end in ((0, 64), (64, 66)):
-        other.mix, other.ab = mix[first:end].copy(), ab[first:end].copy()
-        other.indptr = np.array([0, end - first], np.int32)
-        parts.append(gdn_chunks(plain, other, convolved[first:end].copy(), [first]))
-    assert (np.concatenate(parts) == whole).all()
-    assert (other.state == it.state).all()
 
 
 def test_gdn_steps_one_by_one_are_the_steps_at_once(plain):

@@ -56,6 +56,8 @@ class Attention:
     D: int
     pages: int
     rotary: int = 16
+    workers: int = 1  # of decode
+    num_partials: int = 1 << 30
     kv: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,7 +73,14 @@ class Attention:
         F = self.rotary // 2
         cos, sin = poisoned(batch.num_columns, F), poisoned(batch.num_columns, F)
         blocks = batch.page_table.shape[1] * PAGE // BLOCK_TOKENS + 1
-        units = WorkUnits(batch.num_rows, batch.num_columns, blocks, group=attention.GROUP)
+        units = WorkUnits(
+            batch.num_rows,
+            batch.num_columns,
+            blocks,
+            group=attention.GROUP,
+            workers=self.workers,
+            num_partials=self.num_partials,
+        )
         staged = stage(batch, cos, sin, units)
         axes = frequency_axes(self.sections)
         rope_table(cos, sin, staged.positions, axes, inverse_frequencies(1e4, F))

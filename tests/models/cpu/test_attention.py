@@ -200,6 +200,18 @@ def test_rows_over_shared_pages_have_the_bits_of_each_alone(rows: int) -> None:
     assert max(groups) >= min(rows, 4)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_units_of_spans_have_the_bits_of_units_of_blocks(rows: int) -> None:
+    for seed, pages in enumerate((15, 17, 33, 50)):
+        a = Attention(4, 2, 32, pages=pages * rows)
+        batch = _sharing(a, rows, seed=10 * rows + seed)
+        qkgv, outs = _inputs(a, batch.num_columns, seed=seed), []
+        for a.workers, a.num_partials, grain in ((10_000, 1 << 30, 1), (1, 1, 4)):
+            assert a.staged(batch).work.grain == grain
+            outs.append(a.run(batch, qkgv))
+        np.testing.assert_array_equal(*outs)
+
+
 @pytest.mark.parametrize("cuts", [(1,), (5, 6, 90), (64,)])
 def test_waves_have_the_bits_of_one_wave(cuts: tuple[int, ...]) -> None:
     a = Attention(4, 2, 32, pages=160)
