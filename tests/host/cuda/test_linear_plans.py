@@ -2,7 +2,17 @@
 
 import pytest
 
-from ginfer.cuda.linear.variants import COLUMN_TILES, EPILOGUES, LinearDecodePlan
+from ginfer.cuda.linear.decode_mma import DecodeMmaPlan
+from ginfer.cuda.linear.variants import (
+    COLUMN_TILES,
+    EPILOGUES,
+    LinearDecodePlan,
+    decode_kernel,
+    image_kernels,
+)
+from ginfer.cuda.runtime.compiler import MAX_SHARED_NBYTES
+from ginfer.cuda.runtime.jit import CAPABILITIES
+from ginfer.cuda.runtime.plan import PlanTable
 from ginfer.formats import TILE_NBYTES
 
 
@@ -15,3 +25,19 @@ def test_default_decode_plans_are_legal(fmt, column_tiles):
     assert not plan.supports("80", shape)
     assert not LinearDecodePlan(plan.warps, plan.M, 64, plan.stages).supports("90a", shape)
     assert not LinearDecodePlan(12, plan.M, plan.span, plan.stages).supports("90a", shape)
+
+
+@pytest.mark.parametrize("fmt", EPILOGUES)
+@pytest.mark.parametrize("column_tiles", COLUMN_TILES)
+@pytest.mark.parametrize("capability", [c for c in CAPABILITIES if c != "90a"])
+def test_capabilities_without_bulk_copies_have_decode_kernels(capability, column_tiles, fmt):
+    shape = (34816, 5120, column_tiles, TILE_NBYTES[fmt])
+    plan = DecodeMmaPlan.default(capability, shape)
+    assert plan in DecodeMmaPlan.candidates(capability, shape)
+    assert not plan.supports("90a", shape)
+    assert not DecodeMmaPlan(8).supports(capability, shape)
+    for epilogue in EPILOGUES[fmt]:
+        item, row_blocks = decode_kernel(PlanTable(capability), fmt, shape, epilogue)
+        assert row_blocks == 1
+        assert item in image_kernels(capability, every=False)
+        assert item.build().shared_nbytes <= MAX_SHARED_NBYTES[capability]
