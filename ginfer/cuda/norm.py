@@ -12,13 +12,23 @@ from typing import TYPE_CHECKING
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.lib.fragment import pair_store, tiles_of
-from ginfer.cuda.lib.numeric import block_sum, follow, load_bf16x8, pack_bf16, row_of_32
+from ginfer.cuda.lib.numeric import (
+    block_sum,
+    follow,
+    high_f32,
+    load_bf16x8,
+    load_f32x8,
+    low_f32,
+    pack_bf16,
+    row_of_32,
+)
 from ginfer.cuda.lib.ptx import (
     fma_f32,
-    ld_global_f32x4,
     ld_global_u32,
+    ld_global_u32x4,
     rsqrt_approx,
     shared_address,
+    st_global_u32x4,
 )
 from ginfer.cuda.runtime.jit import Build, kernel
 from ginfer.cuda.runtime.queue import starts_early
@@ -30,18 +40,33 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.queue import Queue
 
 THREADS = 256
+HELD = 3  # groups of eight columns of a thread that stay in registers
 
 
 @kernel(*(int64,) * 4, *(uint32,) * 3, float32)
 def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     """Arguments y, x, w, columns (0: t itself), C, first, rest, eps. A block takes one row."""
     start, store = follow(early), pair_store(fragments)
-    warps = THREADS // 32
+    warps, held_words = THREADS // 32, 4 * HELD
+
+    @cuda.jit(device=True, inline="always")
+    def finish(y, v, w, token, c, C, first, rest, inv):
+        """Eight columns from c of a result."""
+        f, pairs = cuda.local.array(8, float32), cuda.local.array(4, uint32)
+        load_f32x8(f, w + int64(c) * 4)
+        for i in range(4):
+            pairs[i] = pack_bf16(v[2 * i] * inv * f[2 * i], v[2 * i + 1] * inv * f[2 * i + 1])
+        if fragments:
+            for i in range(4):
+                store(y, token, uint32(c + uint32(2 * i)), C, first, rest, pairs[i])
+        else:
+            to = y + (int64(token) * int64(C) + int64(c)) * 2
+            st_global_u32x4(to, pairs[0], pairs[1], pairs[2], pairs[3])
 
     @cuda.jit(fastmath=True, launch_bounds=THREADS)
     def rms_norm(y, x, w, columns, C, first, rest, eps):
         words = shared_address(cuda.shared.array(warps, float32))
-        v, f = cuda.local.array(8, float32), cuda.local.array(8, float32)
+        v, held = cuda.local.array(8, float32), cuda.local.array(held_words, uint32)
         start()
         token, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
         source = token
@@ -49,23 +74,35 @@ def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
             source = uint32(ld_global_u32(row_of_32(columns, token)))
         row = x + int64(source) * int64(C) * 2
         total = float32(0.0)
-        c = uint32(thread * uint32(8))
+        for i in range(HELD):
+            c = uint32((thread + uint32(i * THREADS)) * uint32(8))
+            if c < C:
+                q = ld_global_u32x4(row + int64(c) * 2)
+                for j in range(4):
+                    held[4 * i + j] = q[j]
+        for i in range(HELD):
+            if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
+                for j in range(4):
+                    low, high = low_f32(held[4 * i + j]), high_f32(held[4 * i + j])
+                    total = fma_f32(high, high, fma_f32(low, low, total))
+        c = uint32((thread + uint32(HELD * THREADS)) * uint32(8))
         while c < C:
             load_bf16x8(v, row + int64(c) * 2)
             for i in range(8):
                 total = fma_f32(v[i], v[i], total)
             c = uint32(c + uint32(THREADS * 8))
         inv = rsqrt_approx(block_sum(total, words, warps) / float32(C) + eps)
-        c = uint32(thread * uint32(8))
+        for i in range(HELD):
+            c = uint32((thread + uint32(i * THREADS)) * uint32(8))
+            if c < C:
+                for j in range(4):
+                    v[2 * j] = low_f32(held[4 * i + j])
+                    v[2 * j + 1] = high_f32(held[4 * i + j])
+                finish(y, v, w, token, c, C, first, rest, inv)
+        c = uint32((thread + uint32(HELD * THREADS)) * uint32(8))
         while c < C:
             load_bf16x8(v, row + int64(c) * 2)
-            for i in range(2):
-                q = ld_global_f32x4(w + (int64(c) + 4 * i) * 4)
-                for j in range(4):
-                    f[4 * i + j] = q[j]
-            for i in range(4):
-                pair = pack_bf16(v[2 * i] * inv * f[2 * i], v[2 * i + 1] * inv * f[2 * i + 1])
-                store(y, token, uint32(c + uint32(2 * i)), C, first, rest, pair)
+            finish(y, v, w, token, c, C, first, rest, inv)
             c = uint32(c + uint32(THREADS * 8))
 
     return Build(rms_norm, THREADS)

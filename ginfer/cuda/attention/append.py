@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.attention.pages import PANEL_NBYTES, TILE, PageShape, chunk_at
-from ginfer.cuda.lib.numeric import follow, load_bf16x8, pack_bf16, row_of_32, warp_sum
+from ginfer.cuda.lib.numeric import follow, load_bf16x8, load_f32x8, pack_bf16, row_of_32, warp_sum
 from ginfer.cuda.lib.ptx import (
     div_u32,
     fma_f32,
-    ld_global_f32,
     ld_global_u32,
     ld_global_u32x4,
     rsqrt_approx,
@@ -62,20 +61,25 @@ def append_kernel(F: int, early: int):  # type: ignore[no-untyped-def]
     @cuda.jit(device=True, inline="always")
     def norm_rotate(v, at, w, rope, lane, eps):
         """Load a head's eight dims of a lane, normalise and rotate them."""
+        f, other = cuda.local.array(8, float32), cuda.local.array(8, float32)
         load_bf16x8(v, at)
         total = float32(0.0)
         for i in range(8):
             total = fma_f32(v[i], v[i], total)
         inv = rsqrt_approx(warp_sum(total) / float32(D) + eps)
+        load_f32x8(f, w + int64(lane) * 32)
         for i in range(8):
-            v[i] = v[i] * inv * ld_global_f32(w + (int64(lane) * 8 + i) * 4)
-        angles = rope + int64(lane & uint32(span - 1)) * 32
-        for i in range(8):
-            other = shfl_xor_f32(v[i], uint32(span))
-            if lane < uint32(2 * span):
-                cos, sin = ld_global_f32(angles + i * 4), ld_global_f32(angles + (F + i) * 4)
-                turned = other * sin
-                v[i] = fma_f32(v[i], cos, -turned if lane < uint32(span) else turned)
+            v[i] = v[i] * inv * f[i]
+            other[i] = shfl_xor_f32(v[i], uint32(span))
+        if lane < uint32(2 * span):
+            angles = rope + int64(lane & uint32(span - 1)) * 32
+            load_f32x8(f, angles)
+            for i in range(8):
+                v[i] = v[i] * f[i]
+            load_f32x8(f, angles + 4 * F)
+            for i in range(8):
+                sin = -f[i] if lane < uint32(span) else f[i]
+                v[i] = fma_f32(other[i], sin, v[i])
 
     @cuda.jit(fastmath=True, launch_bounds=WARPS * 32)
     def append(

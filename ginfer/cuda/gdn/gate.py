@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.gdn.step import WIDTH
-from ginfer.cuda.lib.numeric import follow, load_bf16x8, pack_bf16, silu
+from ginfer.cuda.lib.numeric import follow, load_bf16x8, load_f32x8, pack_bf16, silu
 from ginfer.cuda.lib.ptx import (
     div_u32,
     fma_f32,
-    ld_global_f32x4,
     rsqrt_approx,
     shfl_xor_f32,
     st_global_u32x4,
@@ -40,13 +39,6 @@ THREADS, LANES = 256, 16
 def gated_norm_kernel(early: int):  # type: ignore[no-untyped-def]
     """Arguments y, o, mix, w, T, HV, W, eps. y: [T][HV V] BF16, o: FP32. w: [V] FP32."""
     start, heads = follow(early), THREADS // LANES
-
-    @cuda.jit(device=True, inline="always")
-    def load_f32x8(v, at):
-        for i in range(2):
-            q = ld_global_f32x4(at + 16 * i)
-            for j in range(4):
-                v[4 * i + j] = q[j]
 
     @cuda.jit(fastmath=True, launch_bounds=THREADS)
     def gated_norm(y, o, mix, w, T, HV, W, eps):

@@ -12,6 +12,7 @@ from ginfer.cuda.lib.ptx import (
     div_rn_f32,
     exp2_approx,
     f32_from_bits,
+    ld_global_f32x4,
     ld_global_u32x4,
     ld_shared_f32,
     let_next_kernel_start,
@@ -98,6 +99,15 @@ def load_bf16x8(v, at):
     for i in range(4):
         v[2 * i] = low_f32(q[i])
         v[2 * i + 1] = high_f32(q[i])
+
+
+@cuda.jit(device=True, inline="always")
+def load_f32x8(v, at):
+    """v[0:8] = eight FP32 at a global address, a multiple of 16."""
+    for i in range(2):
+        q = ld_global_f32x4(at + 16 * i)
+        for j in range(4):
+            v[4 * i + j] = q[j]
 
 
 @cuda.jit(device=True, inline="always")
