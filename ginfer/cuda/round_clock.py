@@ -32,7 +32,8 @@ class RoundClock:
         """(gaps, rounds): microseconds from a draw to the forward after it, and from a forward to
         the end of its draw. Waits for the marks, and starts anew."""
         self._stream.synchronize()
-        gaps, rounds = [], []
+        gaps: list[float] = []
+        rounds: list[float] = []
         for (a, begins), (b, again) in pairwise(zip(self._events, self._begins)):
             if begins != again:
                 (rounds if begins else gaps).append(1000 * b.elapsed_ms(a))

@@ -11,11 +11,11 @@ from ginfer.batch import ForwardBatch, Phase, Purpose
 from ginfer.engine.sampler import SamplingTable
 from ginfer.engine.work_items import work_items
 from ginfer.models import qwen
-from ginfer.spec import PAGE_TOKENS
+from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS
 
 if TYPE_CHECKING:
     from ginfer.backend import Backend, Hidden, MemoryPlan
-    from ginfer.batch import I32, PendingSelection, Selection, TokenMask
+    from ginfer.batch import I32, PendingSelection, Selection, TokenMask, WorkItems
     from ginfer.cache import Sequence
     from ginfer.engine.request import Request
     from ginfer.engine.round import PrefillUnit
@@ -59,6 +59,7 @@ class Rank:
         self._requests: list[Request | None] = [None] * num_lanes
         self._sequences: list[Sequence | None] = [None] * num_lanes
         self._sampling = SamplingTable(num_lanes)
+        self._shared: tuple[object, WorkItems | None] = (None, None)
 
     def open_lane(self, lane: int, request: Request, sequence: Sequence) -> None:
         """A request enters `lane` with the memory of `sequence`."""
@@ -73,6 +74,7 @@ class Rank:
     def set_pages(self, lane: int, pages: list[int]) -> None:
         """The pages of a lane have changed."""
         self._pages[lane, : len(pages)] = pages
+        self._shared = (None, None)
 
     def ordered(self, lane: int) -> int:
         """Tokens of a lane that are in K/V and state once all ordered forwards are done."""
@@ -113,7 +115,7 @@ class Rank:
         rows = np.array(lanes, np.int32)
         columns = np.arange(len(lanes) + 1, dtype=np.int32)
         starts, slots = self._ordered[rows], self._slots[rows]
-        partners = slots if not self._partner else (slots + self._partner) % (2 * self._partner)
+        partners = (slots + self._partner) % (2 * self._partner) if self._partner else slots
         page_table = self._page_table(rows, int(starts.max()) + 1)
         stops = starts + np.int32(1)
         batch = ForwardBatch(
@@ -125,10 +127,19 @@ class Rank:
             page_table=page_table,
             state_in=slots,
             state_out=partners,
-            items=work_items(page_table, starts, columns),
+            items=self._items(lanes, page_table, starts),
             selection=self._sampling.select(lanes, columns[:-1], stops, purpose=Purpose.DECODE),
         )
         return self._order(lanes, batch, stops)
+
+    def _items(self, lanes: tuple[int, ...], page_table: I32, starts: I32) -> WorkItems:
+        """Work items of a round; the same as long as no page comes and no row enters a block."""
+        key = (lanes, (starts // BLOCK_TOKENS).tobytes())
+        known, items = self._shared
+        if items is None or known != key:
+            items = work_items(page_table, starts, np.arange(len(lanes) + 1, dtype=np.int32))
+            self._shared = (key, items)
+        return items
 
     def _order(self, lanes: tuple[int, ...], batch: ForwardBatch, stops: I32) -> Flight:
         hidden = qwen.forward(self.spec, self.backend, batch)

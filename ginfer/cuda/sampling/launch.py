@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +70,10 @@ def draw_records(s: SelectionBatch) -> NDArray[Any]:
         ("seed", s.seeds),
     ):
         records[field] = values
-    for i, (top_p, min_p) in enumerate(zip(s.top_p.tolist(), s.min_p.tolist())):
-        records["top_p"][i] = int(min(top_p, 1.0) * UNIT + 0.5)
-        records["least"][i] = math.ceil(min_p * UNIT)
-        records["cuts"][i] = top_p < 1
-    records["bias"] = np.stack([s.bias_indptr[:-1], s.bias_indptr[1:]], 1)
+    records["top_p"] = np.minimum(s.top_p, 1.0).astype(np.float64) * UNIT + 0.5
+    records["least"] = np.ceil(s.min_p.astype(np.float64) * UNIT)
+    records["cuts"] = s.top_p < 1
+    records["bias"][:, 0], records["bias"][:, 1] = s.bias_indptr[:-1], s.bias_indptr[1:]
     return records
 
 
@@ -87,9 +85,10 @@ def key_values(keys: NDArray[np.uint32]) -> NDArray[np.float32]:
     return bits.astype(np.uint32).view(np.float32)
 
 
-def logprob(value: np.float32, best: np.float32, mass: int) -> np.float32:
-    """Log-softmax of a logit, given the best legal one and the mass of all."""
-    return np.float32(float(value - best) - math.log(mass / UNIT))
+def logprob(value: Any, best: Any, mass: Any) -> NDArray[np.float32]:
+    """Log-softmax of FP32 logits, given the best legal ones and the masses of all."""
+    share = np.asarray(mass, np.float64) / UNIT
+    return np.asarray(np.subtract(value, best).astype(np.float64) - np.log(share), np.float32)
 
 
 def best_ids(top: NDArray[np.uint64]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

@@ -90,16 +90,14 @@ class Pending:
         results = self._host.bytes[: R * RESULT_NBYTES].view(RESULT)
         top = self._host.bytes[R * RESULT_NBYTES :][: R * num_top * 8].view(np.uint64)
         best, sound = key_values(results["best"]), results["sound"] != 0
-        logprobs = np.full(R, np.nan, np.float32)
+        mass, logprobs = results["mass"], np.full(R, np.nan, np.float32)
+        logprobs[sound] = logprob(results["logit"][sound], best[sound], mass[sound])
         top_ids = np.full((R, num_top), -1, np.int32)
         top_logprobs = np.full((R, num_top), -np.inf, np.float32)
-        for r in np.flatnonzero(sound).tolist():
-            mass = int(results["mass"][r])
-            logprobs[r] = logprob(results["logit"][r], best[r], mass)
-            if num_top:
-                ids, values = best_ids(top.reshape(R, num_top)[r])
-                top_ids[r, : len(ids)] = ids
-                top_logprobs[r, : len(ids)] = [logprob(v, best[r], mass) for v in values]
+        for r in np.flatnonzero(sound).tolist() if num_top else ():
+            ids, values = best_ids(top.reshape(R, num_top)[r])
+            top_ids[r, : len(ids)] = ids
+            top_logprobs[r, : len(ids)] = logprob(values, best[r], mass[r])
         return Selection(
             token_ids=results["token"].copy(),
             logprobs=logprobs,
