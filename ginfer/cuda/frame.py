@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ginfer.backend import MemoryPlan
-    from ginfer.batch import ForwardBatch
+    from ginfer.batch import ForwardBatch, WorkItems
     from ginfer.cuda.runtime.memory import Arena
     from ginfer.cuda.runtime.queue import Queue
     from ginfer.spec import ModelSpec
@@ -161,6 +161,7 @@ class Frame:
         self._queries = 16 * form_of(queue.image.capability)[0]
         self.tables = {phase: Tables(sizes, memory, queue.stream) for phase, sizes in words.items()}
         self._axes, self._frequencies = rope_frequencies(spec)
+        self._described: tuple[WorkItems, bytes] | None = None  # by the work units
 
     def columns(self, tables: Tables) -> Columns:
         """Tables of attention."""
@@ -196,8 +197,7 @@ class Frame:
             tables.fill("columns", batch.selection.columns.astype(np.int32, copy=False))
         tiles, num_queries, num_chunks = self._decode_tiles(T), 0, 0
         if batch.phase is Phase.DECODE:
-            self._units.fill(batch)
-            assert self._units.first[T] <= most_partials(self._plan), "more columns than expected"
+            self._fill_units(batch)
             tables.fill("units", self._units.storage[: self._units.used])
         else:
             queries = _query_items(batch.row_indptr, token, self._queries)
@@ -210,6 +210,19 @@ class Frame:
         tables.send()
         longest = int(lengths.max(initial=0))
         return Staged(tables, T, B, longest, num_queries, num_chunks, tiles)
+
+    def _fill_units(self, batch: ForwardBatch) -> None:
+        """Work units; those of a round over the same items and blocks as the one before stay."""
+        key = None
+        if batch.items is not None and batch.num_columns == batch.num_rows:
+            key = (batch.items, (batch.starts // BLOCK_TOKENS).tobytes())
+            known = self._described
+            if known is not None and known[0] is key[0] and known[1] == key[1]:
+                return
+        self._units.fill(batch)
+        self._described = key
+        most = most_partials(self._plan)
+        assert self._units.first[batch.num_columns] <= most, "more columns than expected"
 
     def _rope(self, positions: NDArray[np.int32]) -> NDArray[np.float32]:
         """Cosines, then sines, of each column; the angles in float64."""
