@@ -28,13 +28,15 @@ Hidden = Any
 @dataclass(frozen=True, kw_only=True)
 class PackedTensor:
     """A tensor of the package as it lies in the file: `data` is a read-only uint8 view of its
-    payload."""
+    payload. read: fills a buffer with the payload's bytes from an offset on, past the mapping, and
+    may be called from several threads; None where there is no file."""
 
     name: str
     shape: tuple[int, ...]
     format: StorageFormat
     layout: Layout
     data: NDArray[np.uint8]
+    read: Callable[[memoryview, int], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

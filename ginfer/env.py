@@ -30,8 +30,26 @@ DEMO_CHECKPOINT = EnvVar(
 LAUNCH_CHECK = EnvVar(
     "GINFER_LAUNCH_CHECK", "", "1: wait after every kernel, so that a GPU fault names its kernel"
 )
+FAULT_FILE = EnvVar(
+    "GINFER_FAULT_FILE",
+    "",
+    "test hook: once this file exists, the next selection removes it and fails as it says: "
+    "'nan ROW' or 'trap'",
+)
 
-ALL = (CACHE_DIR, THREADS, DEMO_CHECKPOINT, LAUNCH_CHECK)
+ALL = (CACHE_DIR, THREADS, DEMO_CHECKPOINT, LAUNCH_CHECK, FAULT_FILE)
+
+
+def requested_fault() -> tuple[str, int]:
+    """(kind, row) that the file GINFER_FAULT_FILE asks for, which is removed; ("", 0): none."""
+    if not (path := FAULT_FILE.read()):
+        return "", 0
+    try:
+        kind, _, row = Path(path).read_text().partition(" ")
+        Path(path).unlink()
+    except FileNotFoundError:
+        return "", 0
+    return kind, int(row or 0)
 
 
 def cache_root() -> Path:

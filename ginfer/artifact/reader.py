@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 import stat
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -19,6 +20,7 @@ from ginfer.artifact.findings import Findings
 from ginfer.artifact.records import ResourceRecord, TensorRecord
 from ginfer.artifact.validate import Contents, parse
 from ginfer.backend import PackedTensor
+from ginfer.errors import ArtifactError
 from ginfer.formats import FORMATS, Layout
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class Package:
             format=FORMATS[record.format],
             layout=Layout(record.layout),
             data=data,
+            read=partial(self._read_payload, self.payload_offset + record.offset),
         )
 
     def resource(self, name: str) -> bytes:
@@ -107,6 +110,15 @@ class Package:
         if self._fd is None:
             raise ValueError("the package is closed")
         return os.preadv(self._fd, [buffer], offset)
+
+    def _read_payload(self, start: int, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from byte start + offset of the file. Raises ArtifactError when it ends."""
+        done = 0
+        while done < len(buffer):
+            count = self.read_into(buffer[done:], start + offset + done)
+            if not count:
+                raise ArtifactError(f"{self.path} was cut while it was read")
+            done += count
 
     def close(self) -> None:
         """Let the file go. Views given out stay valid and keep the mapping until they are gone."""

@@ -21,8 +21,8 @@ from ginfer.cpu.norm import rms_norm
 from ginfer.cpu.rope import frequency_axes, inverse_frequencies, rope_table
 from ginfer.cpu.stage import Staged, slice_draws, stage, stage_draws
 from ginfer.cpu.weights import Model, bind
-from ginfer.env import THREADS
-from ginfer.errors import ConfigError
+from ginfer.env import THREADS, requested_fault
+from ginfer.errors import ConfigError, DeviceError
 from ginfer.sizes import div_ceil
 from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS, LayerKind, ModelSpec
 
@@ -45,6 +45,15 @@ def thread_count(wanted: int | None) -> int:
     if not text.isdigit() or not 1 <= int(text) <= available:
         raise ConfigError(f"threads = {text!r} is not between 1 and {available}", param="threads")
     return int(text)
+
+
+def _fail_if_asked(logits: F32) -> None:
+    """Test hook: make a row of logits NaN, or end the engine, as a file says."""
+    kind, row = requested_fault()
+    if kind == "nan":
+        logits[row] = np.nan
+    elif kind == "trap":
+        raise DeviceError("a fault that was asked for", context_lost=True)
 
 
 class CpuBackend:
@@ -319,6 +328,7 @@ class CpuBackend:
             rms_norm(x, hidden[wanted.columns[r0:r1]], self._model.final_norm, self._eps)
             logits = self._view("logits", r1 - r0, V)
             linear(logits, x, self._model.head)
+            _fail_if_asked(logits)
             part = sampling.Chosen(*(array[r0:r1] for array in chosen))
             counts = self._buffers["counts"]
             sampling.select_rows(part, logits, slice_draws(draws, r0, r1), counts, self._sampling)

@@ -17,17 +17,19 @@ from ginfer.backend import Room
 from ginfer.batch import Phase
 from ginfer.cuda.blocks import Blocks
 from ginfer.cuda.frame import Frame, Staged, table_words
+from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.catalog import kernels_of
 from ginfer.cuda.runtime.device import Device
 from ginfer.cuda.runtime.graph import Graph
 from ginfer.cuda.runtime.image import Image, native_capability
-from ginfer.cuda.runtime.memory import Arena
+from ginfer.cuda.runtime.memory import Arena, Slice, set_bytes
 from ginfer.cuda.runtime.queue import Queue
 from ginfer.cuda.runtime.stream import Stream
 from ginfer.cuda.sampling.selector import Pending, Selector, selector_nbytes
 from ginfer.cuda.slots import Slots, memory_nbytes, slot_nbytes
 from ginfer.cuda.tables import tables_nbytes
 from ginfer.cuda.weights import Model, arena_nbytes, upload
+from ginfer.env import requested_fault
 from ginfer.errors import ConfigError
 from ginfer.sizes import GIB, MIB, human_bytes
 from ginfer.spec import LayerKind, ModelSpec
@@ -222,10 +224,21 @@ class CudaBackend:
         assert s is not None
         if not self._replayed:
             self._blocks.head(hidden, len(s.columns))
+        self._fail_if_asked()
         self._selector.select(self._blocks.logits, s)
         if self.clock is not None:
             self.clock.draw_ends()
         return self._selector.answers(s)
+
+    def _fail_if_asked(self) -> None:
+        """Test hook: make the logits of a row NaN, or lose the context, as a file says."""
+        kind, row = requested_fault()
+        if kind == "nan":
+            nbytes = self._spec.vocab_size * 4
+            set_bytes(Slice(self._blocks.logits + row * nbytes, nbytes), 0xFF, self._queue.stream)
+        elif kind == "trap":
+            how = RowNorm(self._spec.norm_eps, False)
+            rms_norm(self._queue, 8, 8, 8, shape=(1, self._spec.hidden_size), how=how)
 
     def reset_rows(self, rows: Sequence[int]) -> None:
         """Zero the token counts of lanes."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,14 +12,14 @@ import numpy as np
 from ginfer.cuda.attention.append import HeadNorms
 from ginfer.cuda.embedding import FORMATS as EMBEDDINGS
 from ginfer.cuda.linear.unpack import UNPACK
-from ginfer.cuda.runtime.memory import Arena, Staging
+from ginfer.cuda.runtime.memory import Arena, Piece, Staging
 from ginfer.errors import ArtifactError
 from ginfer.formats import BF16, FP32, Layout, row_nbytes
 from ginfer.sizes import MIB, align_up
 from ginfer.spec import LayerKind, ModelSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from numpy.typing import NDArray
 
@@ -27,6 +29,14 @@ if TYPE_CHECKING:
 ALIGNMENT = 256
 VECTORS_NBYTES = 32 * MIB  # norms, taps and gates in FP32
 ROUNDING_NBYTES = 4 * MIB
+
+
+def _fill(tensor: PackedTensor, at: int, buffer: memoryview) -> None:
+    """Fill a buffer with payload from byte `at` on."""
+    if tensor.read is not None:
+        tensor.read(buffer, at)
+    else:
+        buffer[:] = tensor.data.data[at : at + len(buffer)]
 
 
 @dataclass(frozen=True)
@@ -103,14 +113,21 @@ class Upload:
 
     def run(self, progress: Callable[[int], None]) -> None:
         """Copy every payload that is used as it is, in file order."""
-        done = 0
-        for tensor in self._tensors.values():
-            if tensor.layout is not Layout.CONTIGUOUS:
-                place = self.arena.take(tensor.data.nbytes, "weights", alignment=ALIGNMENT)
-                self._staging.upload(place, tensor.data, self._stream)
-                self._places[tensor.name] = place.address
-            done += tensor.data.nbytes
+        used = [t for t in self._tensors.values() if t.layout is not Layout.CONTIGUOUS]
+        done = sum(t.data.nbytes for t in self._tensors.values()) - sum(t.data.nbytes for t in used)
+        progress(done)
+        pieces = chain.from_iterable(map(self._pieces, used))
+        for nbytes in self._staging.upload(pieces, self._stream):
+            done += nbytes
             progress(done)
+
+    def _pieces(self, tensor: PackedTensor) -> Iterator[Piece]:
+        """A payload in pieces, and its place."""
+        place = self.arena.take(tensor.data.nbytes, "weights", alignment=ALIGNMENT)
+        self._places[tensor.name] = place.address
+        for at in range(0, tensor.data.nbytes, self._staging.nbytes):
+            nbytes = min(self._staging.nbytes, tensor.data.nbytes - at)
+            yield Piece(place.address + at, nbytes, partial(_fill, tensor, at))
 
     def _take(self, name: str, shape: tuple[int, ...]) -> PackedTensor | None:
         tensor = self._tensors.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -17,7 +18,13 @@ from ginfer.engine.memory import available_nbytes, ledger_line, plan_memory
 from ginfer.engine.rank import Rank
 from ginfer.engine.request import EngineInfo, Failed, Finished
 from ginfer.engine.validate import check_request
-from ginfer.errors import GInferError, OverloadedError, RequestError, UnavailableError
+from ginfer.errors import (
+    DeviceError,
+    GInferError,
+    OverloadedError,
+    RequestError,
+    UnavailableError,
+)
 from ginfer.frontend import open_frontend
 
 if TYPE_CHECKING:
@@ -238,7 +245,8 @@ class Engine:
             self._changed.notify_all()
         self._thread.join()
         self._loop.grammars.close()
-        self._rank.backend.close()
+        with suppress(DeviceError):  # a lost context has nothing to give back
+            self._rank.backend.close()
 
     def __enter__(self) -> Self:
         return self

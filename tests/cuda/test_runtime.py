@@ -1,6 +1,7 @@
 """The host side of the device: memory, launches, graphs, events, tensor maps."""
 
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from ginfer.cuda.runtime.graph import Graph
 from ginfer.cuda.runtime.memory import (
     UNIT_NBYTES,
     Arena,
+    Piece,
     PinnedBuffer,
     Slice,
     Staging,
@@ -96,9 +98,17 @@ def test_poison_is_not_a_number(memory):
 @pytest.mark.parametrize("nbytes", [1, 4096, 65_536, 65_537, 1_000_003])
 def test_staging_carries_any_number_of_bytes_in_order(memory, stream, nbytes):
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
-    source, staging = data.copy(), Staging(65_536, 2)
+    source, staging = data.copy(), Staging(65_536, 4)
     array = memory.empty(nbytes, np.uint8)
-    staging.upload(Slice(array.address, nbytes), source, stream)
+
+    def fill(at, buffer):
+        buffer[:] = source.data[at : at + len(buffer)]
+
+    pieces = [
+        Piece(array.address + at, min(65_536, nbytes - at), partial(fill, at))
+        for at in range(0, nbytes, 65_536)
+    ]
+    assert sum(staging.upload(pieces, stream)) == nbytes
     source[:] = 0  # has been read
     stream.synchronize()
     assert (array.read() == data).all()

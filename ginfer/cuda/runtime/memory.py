@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,9 @@ from ginfer.errors import ConfigError
 from ginfer.sizes import MIB, align_up, human_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from concurrent.futures import Future
+
     from numpy.typing import DTypeLike, NDArray
 
     from ginfer.cuda.runtime.stream import Stream
@@ -161,35 +167,54 @@ class PinnedBuffer:
         call("cuMemFreeHost", driver.cuMemFreeHost(self.host))
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Bytes on their way to the device: `fill` puts them into a buffer of this size."""
+
+    address: int
+    nbytes: int
+    fill: Callable[[memoryview], None]
+
+
 class Staging:
-    """A ring of pinned buffers through which pageable host bytes reach the device: while one is
-    copied by the device, the next is filled."""
+    """A ring of pinned buffers through which host bytes reach the device: some are filled, each by
+    a thread of its own, while the device copies others."""
 
-    def __init__(self, nbytes: int = 8 * MIB, count: int = 4) -> None:
+    def __init__(self, nbytes: int = 8 * MIB, count: int = 16) -> None:
+        self.nbytes = nbytes
         self._ring = [(PinnedBuffer(nbytes), Event()) for _ in range(count)]
-        self._next = 0
+        self._threads = ThreadPoolExecutor(max(1, count // 2), "ginfer-upload")
 
-    def upload(self, to: Slice, data: NDArray[np.uint8], stream: Stream) -> None:
-        """Copy `data`, flat bytes, to the start of `to` in the order of the stream. Returns when
-        the bytes have been read, not when they have arrived."""
-        assert data.nbytes <= to.nbytes
-        done = 0
-        while done < data.nbytes:
-            buffer, event = self._ring[self._next]
-            self._next = (self._next + 1) % len(self._ring)
+    def upload(self, pieces: Iterable[Piece], stream: Stream) -> Iterator[int]:
+        """Copy pieces of at most `nbytes` in the order of the stream; yields the bytes of each when
+        they have been read, which is before they have arrived."""
+        filling: deque[tuple[Future[None], Piece, PinnedBuffer, Event]] = deque()
+        for (buffer, event), piece in zip(cycle(self._ring), pieces):
+            if len(filling) == len(self._ring) // 2:
+                yield _send(*filling.popleft(), stream)
             event.synchronize()
-            piece = data[done : done + buffer.nbytes]
-            buffer.bytes[: piece.nbytes] = piece
-            copy_to_device(to.address + done, buffer.host, piece.nbytes, stream=stream)
-            event.record(stream)
-            done += piece.nbytes
+            view = buffer.bytes.data[: piece.nbytes]
+            filling.append((self._threads.submit(piece.fill, view), piece, buffer, event))
+        while filling:
+            yield _send(*filling.popleft(), stream)
 
     def close(self) -> None:
         """Free the ring once the device has read it."""
+        self._threads.shutdown(cancel_futures=True)
         for buffer, event in self._ring:
             event.synchronize()
             event.close()
             buffer.close()
+
+
+def _send(
+    filled: Future[None], piece: Piece, buffer: PinnedBuffer, event: Event, stream: Stream
+) -> int:
+    """Copy a piece once its buffer is filled; returns its bytes."""
+    filled.result()
+    copy_to_device(piece.address, buffer.host, piece.nbytes, stream=stream)
+    event.record(stream)
+    return piece.nbytes
 
 
 def copy_to_device(address: int, host: int, nbytes: int, *, stream: Stream) -> None:

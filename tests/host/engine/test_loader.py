@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 
@@ -24,6 +25,22 @@ def test_the_demo_package_has_what_its_contract_wants():
         assert sorted(bound.resources()) == sorted(bound.contract.resources)
     stage, done, total = seen[-1]
     assert (stage, done) == ("verify", total)
+
+
+def test_payloads_are_read_past_the_mapping_as_they_lie_in_it(tmp_path):
+    path = tmp_path / "p.ginfer"
+    path.write_bytes(DEMO_PACKAGE.read_bytes())
+    bound = open_package(path, verify=False, progress=nothing)
+    with bound.package:
+        tensors = list(bound.weights())
+        assert bound.weights_nbytes == sum(t.data.nbytes for t in tensors)
+        for tensor in tensors[::20]:
+            buffer = bytearray(min(1000, tensor.data.nbytes - 3))
+            tensor.read(memoryview(buffer), 3)
+            assert buffer == tensor.data[3 : 3 + len(buffer)].tobytes()
+        os.truncate(path, path.stat().st_size // 2)
+        with pytest.raises(ArtifactError, match="was cut while it was read"):
+            tensors[-1].read(memoryview(bytearray(1 << 20)), 0)
 
 
 def test_every_difference_is_reported_at_once(tmp_path):
