@@ -156,6 +156,7 @@ class CudaBackend:
             self._selector.capture(self._blocks.logits)
             queue.stream.synchronize()
         self._graphs_nbytes = self._taken() - before
+        queue.image.seal()
 
     def _capture(self, B: int) -> None:
         """The graph of a decode round of B rows, all of whose logits are wanted."""

@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 
 from ginfer.cuda.backend import CudaBackend
+from ginfer.cuda.embedding import embedding_kernel
+from ginfer.cuda.runtime.driver import TAKEN
+from ginfer.cuda.runtime.jit import SealedError
 from ginfer.engine.request import FinishReason, StopString
+from ginfer.frontend.grammar import json_grammar
 from tests.engines import complete, ids_prompt, make_request, open_demo, random_prompt, submit
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chat_groupwise_int.json"
 CASES = {case["name"]: case for case in json.loads(GOLDEN.read_text())["cases"]}
+GRAMMAR = json_grammar({"type": "array", "items": {"type": "integer"}, "maxItems": 5})
 NOISE = 0.25  # a gap of two logits above it decides a token: BF16 activations through all layers
 SEEDED = {"temperature": 1.0, "top_p": 0.95, "top_k": 20, "seed": 11}
 SAMPLINGS = [
@@ -78,6 +83,32 @@ def test_rounds_without_graphs_or_read_at_once_answer_the_same(engine):
             for run, want in zip(runs, wanted):
                 assert values(run.wait(120)) == want, name
             other.check_integrity()
+
+
+def test_serving_takes_nothing(engine):
+    """No kernel, graph, event or memory after the start, whatever comes."""
+    rng, queue = np.random.default_rng(5), engine._rank.backend._queue
+    device = engine._rank.backend._device
+    before, free_nbytes = TAKEN.copy(), device.free_nbytes()
+    fields = [{"sampling": sampling} for sampling in SAMPLINGS] + [{"grammar": GRAMMAR}] * 3
+    requests = [
+        make_request(random_prompt(rng, int(rng.integers(1, 2000))), 40, **fields[i % 8])
+        for i in range(40)
+    ]
+    runs = []
+    for i, request in enumerate(requests):
+        if len(runs) > 12:
+            runs[i - 13].wait(120)
+        runs.append(submit(engine, request))
+        if i % 5 == 2:
+            engine.cancel(request.request_id)
+    for run in runs:
+        run.wait(120)
+    assert before == TAKEN
+    assert device.free_nbytes() == free_nbytes
+    with pytest.raises(SealedError):
+        queue.image.load([embedding_kernel("BF16", 1 - int(queue.early))])
+    engine.check_integrity()
 
 
 def test_alone_equals_in_company_that_comes_and_goes(engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from cuda.bindings import driver
@@ -17,6 +18,9 @@ LOST = frozenset(  # after these the context is gone; everything else leaves it 
         *("CONTEXT_IS_DESTROYED", "UNKNOWN"),
     )
 )
+
+
+TAKEN: Counter[str] = Counter()  # memory, graphs, events and kernels, since the process started
 
 
 def call(what: str, result: tuple[Any, ...]) -> Any:

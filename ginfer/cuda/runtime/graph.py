@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cuda.bindings import driver
 
-from ginfer.cuda.runtime.driver import call
+from ginfer.cuda.runtime.driver import TAKEN, call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +22,7 @@ class Graph:
 
     def __init__(self, stream: Stream, work: Callable[[], None], *, name: str = "graph") -> None:
         self.stream, self.name = stream, name
+        TAKEN["graphs"] += 1
         begun = driver.cuStreamBeginCapture(stream.handle, THREAD_LOCAL)
         call(f"begin the capture of {name}", begun)
         stream.capturing = True

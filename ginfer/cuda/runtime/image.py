@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from ginfer.cuda.runtime.jit import CAPABILITIES, refuse_after_seal
+from ginfer.cuda.runtime.jit import CAPABILITIES, SealedError, refuse_after_seal
 from ginfer.cuda.runtime.launch import Function
 from ginfer.cuda.runtime.manifest import cubin_path, image_folder, read_manifest
 from ginfer.cuda.runtime.plan import PlanTable
@@ -29,6 +29,7 @@ class Image:
     capability: str
     plans: PlanTable
     functions: dict[Kernel, Function] = field(default_factory=dict)
+    sealed: bool = False
 
     @classmethod
     def open(
@@ -55,7 +56,10 @@ class Image:
         wanted = [item for item in dict.fromkeys(items) if item not in self.functions]
         if not wanted:
             return
-        refuse_after_seal(f"kernel {wanted[0].name} was to be loaded")
+        what = f"kernel {wanted[0].name} was to be loaded"
+        refuse_after_seal(what)
+        if self.sealed:
+            raise SealedError(f"{what} after the image had been sealed")
         folder = image_folder(self.capability)
         have = read_manifest(folder)
         missing = [item for item in wanted if item.source(self.capability) not in have]
@@ -64,6 +68,10 @@ class Image:
         for item in wanted:
             record = have[item.source(self.capability)]
             self.functions[item] = Function(record, cubin_path(folder, record).read_bytes())
+
+    def seal(self) -> None:
+        """Forbid every later loading of kernels into this image."""
+        self.sealed = True
 
     def __getitem__(self, item: Kernel) -> Function:
         try:

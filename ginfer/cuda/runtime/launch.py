@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuda.bindings import driver
 
-from ginfer.cuda.runtime.driver import call
+from ginfer.cuda.runtime.driver import TAKEN, call
 
 if TYPE_CHECKING:
     from ginfer.cuda.runtime.manifest import CubinRecord
@@ -30,6 +30,7 @@ class Function:
         self.record = record
         self.types = tuple(_TYPES[t] for t in record.signature)
         name = record.name
+        TAKEN["kernels"] += 1
         self.module = call(f"load {name}", driver.cuModuleLoadData(code))
         found = driver.cuModuleGetFunction(self.module, record.entry.encode())
         self.handle = call(f"find {name}", found)

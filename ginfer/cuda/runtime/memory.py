@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from cuda.bindings import driver
 
-from ginfer.cuda.runtime.driver import call
+from ginfer.cuda.runtime.driver import TAKEN, call
 from ginfer.cuda.runtime.stream import Event
 from ginfer.errors import ConfigError
 from ginfer.sizes import MIB, align_up, human_bytes
@@ -96,6 +96,7 @@ class Arena:
         self.nbytes = align_up(nbytes, UNIT_NBYTES)
         self.used = 0
         self.ledger: dict[str, int] = {}
+        TAKEN["memory"] += 1
         result = driver.cuMemAlloc(self.nbytes + UNIT_NBYTES)  # room for the alignment
         if result[0] == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             free, _ = call("cuMemGetInfo", driver.cuMemGetInfo())
@@ -156,6 +157,7 @@ class PinnedBuffer:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        TAKEN["pinned memory"] += 1
         self.host = int(call("cuMemHostAlloc", driver.cuMemHostAlloc(nbytes, flags)))
         found = driver.cuMemHostGetDevicePointer(self.host, 0)
         self.address = int(call("cuMemHostGetDevicePointer", found))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cuda.bindings import driver
 
-from ginfer.cuda.runtime.driver import call
+from ginfer.cuda.runtime.driver import TAKEN, call
 from ginfer.env import LAUNCH_CHECK
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Event:
     """A point in a stream's work. timed: elapsed_ms() works, recording costs more."""
 
     def __init__(self, *, timed: bool = False) -> None:
+        TAKEN["events"] += 1
         flags = driver.CUevent_flags
         flag = flags.CU_EVENT_DEFAULT if timed else flags.CU_EVENT_DISABLE_TIMING
         self.handle = int(call("cuEventCreate", driver.cuEventCreate(int(flag))))

@@ -89,6 +89,9 @@ class Image:
     def close(self):
         pass
 
+    def seal(self):
+        pass
+
     def __getitem__(self, item):
         return SimpleNamespace(occupancy=lambda: 1)
 
