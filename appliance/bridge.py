@@ -313,7 +313,6 @@ class _Child(asyncio.Protocol):
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=sys.stderr.fileno(),  # stdout belongs to the command line
                     pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # a Ctrl-C of the terminal is the supervisor's alone
                     env=_environment(),
                 )
             except BaseException:

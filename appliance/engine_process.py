@@ -286,7 +286,13 @@ def _greeted(frame: Frame) -> EngineConfig:
 
 
 def main() -> int:
-    """Run on the inherited socket FD. Terminal and service signals are the server's to handle."""
+    """Run on the inherited socket FD. Terminal and service signals are the server's to handle.
+
+    A Ctrl-C of the terminal goes to process groups, so this is one of its own; not a session, for
+    Linux shares cores between sessions first, and the server's few microseconds would then wait for
+    a hundred milliseconds behind an engine that is always busy."""
+    if os.getpgid(0) != os.getpid():
+        os.setpgid(0, 0)
     handler = logging.StreamHandler()
     handler.setFormatter(EventFormatter(sys.argv[2] if len(sys.argv) > 2 else "text", "engine"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

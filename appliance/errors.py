@@ -59,6 +59,7 @@ def as_error(exception: BaseException) -> GInferError:
         return HttpError(499, "the client is gone", code="client_disconnected")
     if isinstance(exception, SanicException):
         message = str(exception) or CODES.get(exception.status_code, "error")
+        message = message.encode(errors="backslashreplace").decode()  # it may quote any bytes
         return HttpError(exception.status_code, message)
     if isinstance(exception, CancelledError):
         return UnavailableError("the server is stopping; the request was cancelled")

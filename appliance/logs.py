@@ -81,5 +81,5 @@ def access(request: HttpRequest, status: int, error: str | None = None) -> None:
         fields["key"] = request.key_name
     if error is not None:
         fields["error"] = error
-    path = request.path if request.path.isprintable() else repr(request.path)
-    event(ACCESS, "access", f"{request.method} {path[:200]}", **fields)
+    line = f"{request.method[:20]} {request.path[:200]}"
+    event(ACCESS, "access", line if line.isprintable() else repr(line), **fields)

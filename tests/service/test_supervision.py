@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -98,6 +99,8 @@ def test_the_engine_process_leaves_signals_to_the_server(doomed: Server) -> None
     time.sleep(0.2)
     assert _hello(doomed) == ANSWERS["Hello!"]
     assert doomed.engine_pid == pid
+    assert os.getpgid(pid) == pid  # a Ctrl-C passes it by
+    assert os.getsid(pid) == os.getsid(doomed.process.pid)  # cores are shared within a session
 
 
 def test_the_engine_ends_with_a_killed_server(doomed: Server) -> None:

@@ -58,7 +58,8 @@ def _exchange(server: Server, pieces: list[bytes]) -> bytes:
                 while data := sock.recv(1 << 16):
                     received += data
             sock.settimeout(TIMEOUT_S)
-            sock.shutdown(socket.SHUT_WR)
+            with suppress(OSError):  # reset already: what it closed on was not read to the end
+                sock.shutdown(socket.SHUT_WR)
             while data := sock.recv(1 << 16):
                 received += data
         except ConnectionError:  # it had enough; a timeout is a hang
@@ -165,6 +166,17 @@ def test_a_client_that_leaves_frees_its_lane(plain: Server, path: str) -> None:
             plain.wait_metric("ginfer_engine_running", 1)
     after = plain.settle()
     assert after["ginfer_engine_cancel_to_free_seconds_count"] == before + 1
+
+
+@pytest.mark.parametrize("method", [b"POST\xa9\xef", b"\xff", b"P\0ST", "PÖST".encode(), b"post"])
+def test_a_method_of_any_bytes_is_refused(plain: Server, method: bytes) -> None:
+    with plain.connect() as sock:
+        sock.sendall(method + b" /v1/messages HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n")
+        received = b""
+        while data := sock.recv(1 << 16):
+            received += data
+    assert STATUS.findall(received) == [b"405"]
+    assert orjson.loads(received.partition(b"\r\n\r\n")[2])["error"]["message"]
 
 
 @pytest.mark.parametrize("path", BODIES)
