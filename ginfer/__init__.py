@@ -44,6 +44,7 @@ from ginfer.prompt import (
 )
 
 if TYPE_CHECKING:
+    from ginfer.engine import bench
     from ginfer.engine.engine import Engine
 
 __all__ = [
@@ -79,6 +80,7 @@ __all__ = [
     "UnavailableError",
     "UnsupportedError",
     "Usage",
+    "bench",
 ]
 
 
@@ -86,4 +88,6 @@ def __getattr__(name: str) -> Any:
     """Load the engine only when it is asked for: importing the package stays cheap."""
     if name == "Engine":
         return import_module("ginfer.engine.engine").Engine
+    if name == "bench":
+        return import_module("ginfer.engine.bench")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

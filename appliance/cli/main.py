@@ -21,6 +21,7 @@ COMMANDS = {  # name -> its line in the list; the module appliance.cli.<name> ha
     "models": "List packages and the models that can be served.",
     "inspect": "Show what is in a package.",
     "verify": "Check every byte of a package.",
+    "bench": "Measure decode and prefill of a package on this machine.",
     "image": "Build, list and prune the compiled kernels of this machine.",
 }
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}

@@ -16,7 +16,9 @@ import numpy as np
 
 from ginfer.config import CHUNK_MULTIPLE
 from ginfer.engine.request import Delta, Failed, Finished, Request, SamplingParams
+from ginfer.errors import ConfigError
 from ginfer.prompt import PreparedPrompt
+from ginfer.sizes import div_ceil
 from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -55,11 +57,12 @@ def decoding(engine: Engine, prompts: list[PreparedPrompt], tokens: int) -> Iter
     """Measure requests of these prompts together, about `tokens` each, while all of them decode;
     they go on until the context is left."""
     window = _Window(engine, len(prompts), tokens)
-    work = sum(len(p.token_ids) // CHUNK_MULTIPLE + 2 for p in prompts)  # first ones start early
+    known = engine.between_rounds(lambda cache, _: [cache.match(p).num_tokens for p in prompts])
+    longest = _most_tokens([p.num_tokens - n for p, n in zip(prompts, known)], tokens)
     names = [f"decode-{i}" for i in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
         left = engine.info.max_context - prompt.num_tokens
-        request = _request(name, prompt, min(3 * tokens + work, left))
+        request = _request(name, prompt, min(longest, left))
         engine.submit(request, window)
     try:
         yield window.figures()
@@ -133,9 +136,11 @@ def measure_prefill(engine: Engine, tokens: int) -> float:
     raise AssertionError("a generation ends with a terminal event")
 
 
-def histories(engine: Engine, rows: int, context: int) -> list[PreparedPrompt]:
+def histories(engine: Engine, rows: int, context: int, tokens: int) -> list[PreparedPrompt]:
     """Prompts of `context` tokens each, all but the last few of which are in the prefix cache when
-    this returns. The engine keeps prefixes and has room for them and a short prompt."""
+    this returns, with room for measuring `tokens` more of each. Raises ConfigError when there is
+    none. The engine keeps prefixes."""
+    _check_room(engine, rows, context, tokens)
     source = _prompt(engine, -2, min(_SOURCE_TOKENS, context))
     for event in engine.generate(_request("source", source, 1)):
         if isinstance(event, Failed):
@@ -161,6 +166,30 @@ def histories(engine: Engine, rows: int, context: int) -> list[PreparedPrompt]:
 
     engine.between_rounds(copy)
     return prompts
+
+
+def _check_room(engine: Engine, rows: int, context: int, tokens: int) -> None:
+    """Refuse what exceeds the context or the K/V capacity."""
+    most, least = _most_tokens([0] * rows, tokens), context + tokens + 1
+    if least > engine.info.max_context:
+        raise ConfigError(
+            f"{context} tokens and {tokens} measured ones exceed the context of "
+            f"{engine.info.max_context}; lower context or raise max_context",
+            param="max_context",
+        )
+    pages = rows * div_ceil(min(context + most, engine.info.max_context), PAGE_TOKENS)
+    if pages * PAGE_TOKENS > engine.info.kv_capacity:
+        raise ConfigError(
+            f"{rows} requests of {context} tokens need {pages * PAGE_TOKENS} tokens of K/V; there "
+            f"is room for {engine.info.kv_capacity}; lower rows or raise kv_capacity",
+            param="kv_capacity",
+        )
+
+
+def _most_tokens(uncomputed: list[int], tokens: int) -> int:
+    """Tokens that a request may generate: what it does while others are prefilled, those that are
+    measured, and some for who looks on afterwards."""
+    return 3 * tokens + sum(n // CHUNK_MULTIPLE + 2 for n in uncomputed)
 
 
 def _prompt(engine: Engine, stream: int, length: int) -> PreparedPrompt:

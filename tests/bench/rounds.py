@@ -214,14 +214,16 @@ class Rounds:
 
     def decode(self, rows: int, context: int) -> float:
         """Measure one place of the table; returns tokens/s."""
-        name = f"decode.c{rows}.{context // KIB_TOKENS}k"
-        prompts = histories(self.engine, rows, min(context, self.engine.info.max_context - 512))
+        kib = context // KIB_TOKENS
+        name = f"decode.c{rows}.{kib}k"
+        context = min(context, self.engine.info.max_context - 512)
+        prompts = histories(self.engine, rows, context, TOKENS)
         clock = RoundClock(self.backend._queue.stream)
         self.backend.clock = clock
         parts: dict[str, float] = {}
         with decoding(self.engine, prompts, TOKENS) as steady:
             self.backend.clock = None
-            if (rows, context // KIB_TOKENS) in PARTED:
+            if (rows, kib) in PARTED:
                 parts = self.engine.between_rounds(lambda _, b: Parts(b, rows).measure())
         gaps, rounds = clock.intervals_us()
         clock.close()
@@ -234,7 +236,7 @@ class Rounds:
             f"{name}.tokens_per_s": (steady.tokens_per_s, "tokens/s"),
             f"{name}.read_fraction": (fraction, "fraction"),
         }
-        if context == KIB_TOKENS:
+        if kib == 1:
             self.figures[f"decode.c{rows}.gap_us"] = (gap_us, "us")
             self.figures[f"decode.c{rows}.host_us"] = (host_us, "us")
         print(
@@ -244,15 +246,16 @@ class Rounds:
             flush=True,
         )
         if parts:
-            self._parts(name, rows, context, parts | {"selection": round_us - parts["forward"]})
+            self._parts(rows, (kib, context), parts | {"selection": round_us - parts["forward"]})
         return steady.tokens_per_s
 
-    def _parts(self, name: str, rows: int, context: int, parts: dict[str, float]) -> None:
+    def _parts(self, rows: int, context: tuple[int, int], parts: dict[str, float]) -> None:
+        kib, tokens = context
         print("   ", ", ".join(f"{part} {us:.0f}" for part, us in parts.items()), "us", flush=True)
         for part, us in parts.items():
-            self.figures[f"{name}.{part}_us"] = (us, "us")
-        kv = rows * context * self.load.page_nbytes / PAGE_TOKENS
-        short = f"attention.c{rows}.{context // KIB_TOKENS}k.read_fraction"
+            self.figures[f"decode.c{rows}.{kib}k.{part}_us"] = (us, "us")
+        kv = rows * tokens * self.load.page_nbytes / PAGE_TOKENS
+        short = f"attention.c{rows}.{kib}k.read_fraction"
         self.figures[short] = (kv / parts["attention"] / self.ceiling, "fraction")
         print(f"    {short} {self.figures[short][0]:.3f}", flush=True)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ginfer.engine.bench import decoding, histories, measure_decode, measure_prefill
-from ginfer.errors import InternalError
+from ginfer.errors import ConfigError, InternalError
 from tests.engines import open_demo
 
 
@@ -21,7 +21,7 @@ def test_decode_and_prefill_have_a_speed(engine):
 
 @pytest.mark.parametrize("context", [900, 4000])
 def test_histories_are_hits_that_nobody_computed(engine, context):
-    prompts = histories(engine, 3, context)
+    prompts = histories(engine, 3, context, 5)
     before = engine.stats()
     with decoding(engine, prompts, 5) as steady:
         assert steady.tokens_per_s > 0
@@ -49,3 +49,10 @@ def test_work_between_rounds_may_raise(engine):
     with pytest.raises(ZeroDivisionError, match="cpu"):
         engine.between_rounds(work)
     assert engine.between_rounds(lambda cache, backend: cache.num_pages) > 0
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers(engine):
+    with pytest.raises(ConfigError, match=r"4090 tokens and 6 .* 4096; lower context"):
+        histories(engine, 1, 4090, 6)
+    with pytest.raises(ConfigError, match=r"4 requests of 4000 .* 16128 .* room for 12288"):
+        histories(engine, 4, 4000, 6)
