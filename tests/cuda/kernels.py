@@ -56,7 +56,7 @@ def add_kernel(threads):
             at = y + int64(i) * 4
             st_global_f32(at, ld_global_f32(at) + value)
 
-    return Build(add, threads)
+    return Build(add, threads, since_sm_90=True)
 
 
 @kernel(int64)

@@ -262,4 +262,4 @@ def attention_decode_bulk_kernel(tiles: int, stages: int, early: int):  # type: 
                 unit = uint32(unit + uint32(cuda.gridDim.x))
 
     nbytes = unit_nbytes(tiles) + stages * PLANE_NBYTES + 128
-    return Build(attention_decode_bulk, threads, nbytes)
+    return Build(attention_decode_bulk, threads, nbytes, since_sm_90=True)

@@ -36,10 +36,15 @@ PTX_OF = {  # kernels of the same instructions share the work of Numba, most of 
     "89": "80",
     "90": "80",
     "90a": "90a",
-    "120a": "80",
+    "120a": "80",  # of those that use no more
 }
 MAX_REGISTERS = 65_536  # per multiprocessor
 MAX_THREADS = 1024
+
+
+def _ptx_target(build: Build, capability: str) -> str:
+    """The capability that PTX is made for."""
+    return capability if build.since_sm_90 else PTX_OF[capability]
 
 
 def compile_ptx(item: Kernel, capability: str) -> tuple[str, str, Build]:
@@ -52,7 +57,7 @@ def compile_ptx(item: Kernel, capability: str) -> tuple[str, str, Build]:
         text, _ = cuda.compile_ptx(
             build.function.py_func,
             tuple(getattr(types, t) for t in item.signature),
-            cc=CAPABILITIES[PTX_OF[capability]],
+            cc=CAPABILITIES[_ptx_target(build, capability)],
             fastmath=bool(options.get("fastmath")),
             launch_bounds=options.get("launch_bounds", build.threads),
         )
@@ -77,12 +82,13 @@ def _rename(ptx: str, entry: str) -> str:
 
 def _shared_ptx(item: Kernel, capability: str, folder: Path | None) -> tuple[str, str, Build]:
     """As compile_ptx(), through a file in `folder` where several capabilities share the PTX."""
-    owner = PTX_OF[capability]
-    if folder is None or list(PTX_OF.values()).count(owner) == 1:
+    build = item.build()
+    owner = _ptx_target(build, capability)
+    if folder is None or list(PTX_OF.values()).count(owner) <= 1:
         return compile_ptx(item, capability)
     path = folder / f"{item.key(owner)}.ptx"
     if path.exists():
-        return path.read_text(), item.builder_name.removesuffix("_kernel"), item.build()
+        return path.read_text(), item.builder_name.removesuffix("_kernel"), build
     text, entry, build = compile_ptx(item, capability)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode())

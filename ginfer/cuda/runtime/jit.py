@@ -45,11 +45,13 @@ BUILDERS: dict[tuple[str, str], Callable[..., Kernel]] = {}  # (module, builder)
 
 @dataclass(frozen=True)
 class Build:
-    """What a builder returns: the dispatcher, threads per block, dynamic shared memory in bytes."""
+    """What a builder returns: the dispatcher, threads per block, dynamic shared memory in bytes.
+    since_sm_90: it uses instructions that the sm_80 class lacks."""
 
     function: Any
     threads: int
     shared_nbytes: int = 0
+    since_sm_90: bool = False
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,11 @@ def test_capabilities_with_the_same_instructions_share_their_ptx(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_kernels_with_later_instructions_have_ptx_of_their_own(tmp_path):
+    compile_cubin(kernels.add_kernel(256), "120a", ptx_folder=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_equal_kernels_are_equal_bytes_whatever_was_compiled_before():
     tile, reverse = kernels.tile_kernel(512), kernels.reverse_kernel(8)
     first = compile_cubin(tile, "90a")
