@@ -11,12 +11,13 @@ from contextlib import closing
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
 
+import openai
 import orjson
 import pytest
 
 from appliance.auth import HashedKey
 from tests.service.chat import ANSWERS, SseReader, ask, endless, send
-from tests.service.server import Server
+from tests.service.server import Server, kill9
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 SECRET = "hunter2 is the password"
 CHAT = "/v1/chat/completions"
 DEADLINE_S = 120.0
+EFFORT = {"effort": "low"}
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -263,6 +266,54 @@ class Load:
         if events[-1:] != ["[DONE]"]:
             self.wrong.append(events[-2:])
         return True
+
+
+def test_kill_9_leaves_what_is_stored_whole_or_says_that_it_is_gone(tmp_path: Path) -> None:
+    options = {"engine": {"max_concurrency": 2}, "state_dir": str(tmp_path)}
+    fields: dict[str, Any] = {"model": "qwen3.8-demo", "temperature": 0}
+    sealed: dict[str, Any] = {"include": ["reasoning.encrypted_content"], "reasoning": EFFORT}
+    question: Any = {"role": "user", "content": "Who are you?"}
+    with Server.launch(**options) as server, server.openai() as client:
+        first = client.responses.create(input=[question], **fields, **sealed)
+        kill9(server.engine_pid)
+        _wait_ready(server, 503)
+        _wait_ready(server)
+        follow_up = {"input": "Hello!", "previous_response_id": first.id, **fields}
+        before = client.responses.create(**follow_up, reasoning=EFFORT)
+        assert before.output_text  # the engine's caches are gone, the server's store is not
+        server.kill()
+    with Server.launch(**options) as server, server.openai() as client:
+        with pytest.raises(openai.NotFoundError, match=first.id) as caught:
+            client.responses.create(**follow_up)
+        assert (caught.value.code, caught.value.param) == (
+            "response_not_found",
+            "previous_response_id",
+        )
+        with pytest.raises(openai.NotFoundError, match=first.id):
+            client.responses.retrieve(first.id)
+        history = [question, *(item.to_dict() for item in first.output)]
+        history.append({"role": "user", "content": "Hello!"})
+        after = client.responses.create(input=history, **fields, **sealed)
+        assert after.output_text == before.output_text  # what was sealed still opens
+        server.check_log()
+
+
+def test_a_call_that_is_cut_is_counted_and_logged(watched: Server, folder: Path) -> None:
+    headers = {"authorization": "Bearer sk-first"}
+    before = watched.metrics(headers)["ginfer_tool_calls_malformed_total"]
+    tool = {"name": "get_weather", "parameters": WEATHER}
+    call = ask("What is the weather in Bergen?", tools=[{"type": "function", "function": tool}])
+    body = _post(watched, call | {"max_tokens": 12}, x_request_id="cut")[2]
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert watched.metrics(headers)["ginfer_tool_calls_malformed_total"] == before + 1
+    deadline = time.monotonic() + DEADLINE_S
+    done: list[dict[str, Any]] = []
+    while not done:
+        assert time.monotonic() < deadline
+        events = _wait_events(folder / "log", "request_done", 1)
+        done = [e for e in events if e["request"]["request_id"] == "cut"]
+    assert done[0]["result"]["malformed_tool_call_count"] == 1
+    assert done[0]["result"]["tool_call_count"] == 0
 
 
 def test_kill_9_leaves_the_log_whole_and_sigterm_loses_no_accepted_request(tmp_path: Path) -> None:
