@@ -13,6 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ginfer.spec import KvCodec
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -46,7 +48,8 @@ class MemoryPlan:
     num_rows: lanes that can decode together. num_units: units of the arena, `unit_nbytes` each; K/V
     pages of 64 tokens and snapshots of recurrent state lie in it. num_park_units: host memory for
     units that leave the arena. num_slots: recurrent slots, two per lane where rounds run ahead.
-    max_columns: largest T of a forward. max_pages_per_row: largest P.
+    max_columns: largest T of a forward. max_pages_per_row: largest P. kv: what pages hold; where it
+    is not BF16, the rows of a prefill batch have at most P + num_rows pages together.
     max_recorded: largest T of a forward that records (speculation), 0 without.
     """
 
@@ -58,6 +61,7 @@ class MemoryPlan:
     max_pages_per_row: int
     num_park_units: int = 0
     max_recorded: int = 0
+    kv: KvCodec = KvCodec.BF16
 
 
 @dataclass(frozen=True, kw_only=True)

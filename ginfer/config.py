@@ -47,7 +47,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._one_of("backend", self.backend, ("auto", "cpu", "cuda"))
-        self._one_of("kv_dtype", self.kv_dtype, ("bf16",))
+        self._one_of("kv_dtype", self.kv_dtype, ("bf16", "int8"))
         self._one_of("spec", self.spec, ("auto", "none"))
         self._one_of("tp", self.tp, (None, 1))
         self._within("max_concurrency", self.max_concurrency, 1, MAX_CONCURRENCY)

@@ -8,7 +8,16 @@ from enum import StrEnum
 
 PAGE_TOKENS = 64  # tokens of one K/V page; GDN chunks have the same length
 BLOCK_TOKENS = 256  # keys of one partial of decode attention; blocks lie at absolute positions
+KV_GROUP = 64  # dims of a head that share a scale
 SPAN_BLOCKS = 4  # that are folded into one partial, left to right, before the spans are
+
+
+class KvCodec(StrEnum):
+    """How K/V pages hold numbers: as they are, or INT8 codes with an F16 scale per token and 64
+    dims of a head. Scales lie apart from the pages."""
+
+    BF16 = "bf16"
+    INT8 = "int8"
 
 
 class LayerKind(StrEnum):
@@ -139,6 +148,17 @@ class ModelSpec:
     layers: tuple[LayerKind, ...]
     attention: AttentionSpec
     gdn: GdnSpec
+
+    def page_nbytes(self, codec: KvCodec) -> int:
+        """Bytes of one K/V page, 64 tokens of all attention layers, without scales."""
+        layers = len(self.layers_of(LayerKind.FULL_ATTENTION))
+        return layers * self.attention.kv_width * PAGE_TOKENS * (4 if codec is KvCodec.BF16 else 2)
+
+    def scales_nbytes(self, codec: KvCodec) -> int:
+        """Bytes of the scales of one page."""
+        a, layers = self.attention, len(self.layers_of(LayerKind.FULL_ATTENTION))
+        groups = layers * a.num_kv_heads * -(-a.head_dim // KV_GROUP)
+        return 0 if codec is KvCodec.BF16 else groups * PAGE_TOKENS * 4
 
     def layers_of(self, kind: LayerKind) -> tuple[int, ...]:
         """Indices of the layers of one kind, ascending."""

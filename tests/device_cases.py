@@ -9,14 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numba import get_num_threads
 
-from ginfer.batch import ForwardBatch, Phase, SelectionBatch, WorkUnits
+from ginfer.batch import SelectionBatch
 from ginfer.cpu import sampling
-from ginfer.cpu.rope import frequency_axes, inverse_frequencies
 from ginfer.cpu.stage import stage_draws
-from ginfer.cuda.attention.append import append_kernel
-from ginfer.cuda.attention.merge import attention_merge_kernel
-from ginfer.cuda.attention.pages import TILE, PageShape
-from ginfer.cuda.attention.prefill import attention_prefill_kernel
 from ginfer.cuda.embedding import embedding_kernel
 from ginfer.cuda.frame import chunks_of
 from ginfer.cuda.gdn.chunk import gdn_chunk_kernel
@@ -29,17 +24,13 @@ from ginfer.cuda.norm import rms_norm_kernel
 from ginfer.cuda.sampling.choose import FEW, selection_choose_kernel, selection_top_kernel
 from ginfer.cuda.sampling.keys import selection_keys_kernel, selection_mass_kernel
 from ginfer.cuda.sampling.launch import RESULT, best_ids, draw_records, key_values, logprob
-from ginfer.engine.work_items import work_items
 from ginfer.formats import FORMATS, Layout, row_nbytes
 from ginfer.sizes import align_up, div_ceil
-from ginfer.spec import BLOCK_TOKENS
 from scripts.pack.codecs import bf16_bits, encode
 from tests.oracles import gdn as gdn_oracle
-from tests.oracles.attention import attention
 from tests.oracles.formats import bf16_to_f32, decode
-from tests.oracles.norm import gated_rms_norm, rms_norm, sigmoid
-from tests.oracles.rope import rotate
-from tests.tolerances import ATTENTION_BF16, GDN_OUTPUT, GDN_STATE, POINTWISE_BF16
+from tests.oracles.norm import gated_rms_norm, rms_norm
+from tests.tolerances import GDN_OUTPUT, GDN_STATE, POINTWISE_BF16
 
 D, SECTIONS, THETA, EPS = 256, (11, 11, 10), 1e7, 1e-6
 NAN = 0x7FC0
@@ -89,188 +80,6 @@ def check_rms_norm(run, T, C):
         buffer = np.full(fragment_size(T, C), NAN, np.uint16)
         run(rms_norm_kernel(1, 1), T, buffer, x, w, columns, C, *tiles_of(T), EPS)
         assert (from_fragments(buffer, T, C) == y).all()
-
-
-@dataclass
-class Cache:
-    """Rows of K/V in pages, and the columns at their ends, q, k, v and gate drawn at random."""
-
-    H: int
-    G: int
-    kv: np.ndarray
-    shape: PageShape
-    layer: int
-    pages: np.ndarray
-    row: np.ndarray
-    token: np.ndarray
-    qkgv: np.ndarray
-
-    def plane(self, page, value, g):
-        """Indices of a plane of keys or values, [64, D], in elements of `kv`."""
-        token, dim = np.arange(TILE)[:, None], np.arange(D)[None]
-        inside = dim // 64 * 4096 + token * 64 + ((dim % 64 // 8) ^ (token % 8)) * 8 + dim % 8
-        plane = ((self.layer * 2 + value) * self.G + g) * TILE * D
-        return page * (self.shape.page_nbytes // 2) + plane + inside
-
-    def history(self, row, tokens):
-        """(K, V) [tokens, G, D] of a row."""
-        out = np.zeros((2, div_ceil(tokens, TILE) * TILE, self.G, D))
-        for page in range(out.shape[1] // TILE):
-            for value in range(2):
-                for g in range(self.G):
-                    bits = self.kv.reshape(-1)[self.plane(self.pages[row, page], value, g)]
-                    out[value, page * TILE : (page + 1) * TILE, g] = bf16_to_f32(bits)
-        return out[:, :tokens]
-
-    @property
-    def heads(self):
-        """Values of qkgv, [T, 2 (H + G), D]."""
-        return bf16_to_f32(self.qkgv).reshape(len(self.qkgv), -1, D)
-
-    @property
-    def numbers(self):
-        """Scalars of the attention kernels behind G (and M)."""
-        return self.pages.shape[1], self.shape.page_nbytes, self.shape.layer_offset(self.layer)
-
-
-def make_cache(seed, heads, columns, *, shared=0):
-    """columns: (tokens of the row with its last ones, how many of them are columns) per row; the
-    rows share their first `shared` pages. What no token has is NaN."""
-    rng, (H, G) = np.random.default_rng(seed), heads
-    P = max(div_ceil(tokens, TILE) for tokens, _ in columns)
-    L, layer = 2, 1
-    shape = PageShape(L, G, D)
-    order = rng.permutation(len(columns) * P + 3).astype(np.int32)
-    pages = order[: len(columns) * P].reshape(-1, P).copy()
-    pages[:, :shared] = pages[0, :shared]
-    kv = np.full((len(order), shape.page_nbytes // 2), NAN, np.uint16)
-    row = np.repeat(np.arange(len(columns)), [n for _, n in columns]).astype(np.int32)
-    token = np.concatenate([np.arange(end - n, end) for end, n in columns]).astype(np.int32)
-    qkgv, _ = normal(rng, len(row), 2 * (H + G) * D)
-    cache = Cache(H, G, kv, shape, layer, pages, row, token, qkgv)
-    for b, (end, n) in enumerate(columns):
-        for page in range(div_ceil(end - n, TILE)):
-            if b and page < shared:
-                continue
-            count = min(TILE, end - n - page * TILE)
-            for value in range(2):
-                for g in range(G):
-                    at = cache.plane(pages[b, page], value, g)[:count]
-                    kv.reshape(-1)[at] = normal(rng, count, D)[0]
-    return cache
-
-
-def check_append(run, cache, seed=0):
-    """Append the columns of a cache: their K and V lie in its pages afterwards."""
-    rng, H, G = np.random.default_rng(seed), cache.H, cache.G
-    T = len(cache.row)
-    w_q, w_k = (1 + 0.2 * rng.standard_normal((2, D))).astype(np.float32)
-    positions = np.stack([cache.token, cache.token + 3, cache.token * 2]).astype(np.int32)
-    angles = np.outer(inverse_frequencies(THETA, 32).astype(np.float64), np.ones(T))
-    angles = (angles * positions[frequency_axes(SECTIONS)]).T
-    rope = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32, order="C")
-    before, blocks = cache.heads, div_ceil(H + G, 4)
-    run(
-        append_kernel(32, run.early),
-        T * blocks,
-        *(cache.qkgv, cache.kv, w_q, w_k, cache.row, cache.token, cache.pages, rope),
-        *(H, G, *cache.numbers, blocks, EPS),
-    )
-    for first, last, w in ((0, H, w_q), (H, H + G, w_k)):
-        x = before[:, first:last]
-        normed = rms_norm(x.reshape(-1, D), w, EPS).reshape(x.shape)
-        want = rotate(normed, positions, THETA, SECTIONS)
-        if first == 0:
-            POINTWISE_BF16.check(cache.heads[:, :H], want, "q")
-            continue
-        for t in range(T):
-            k, v = cache.history(cache.row[t], cache.token[t] + 1)[:, -1]
-            POINTWISE_BF16.check(k, want[t], "k")
-            assert (v == before[t, 2 * H + G :]).all()
-    assert (cache.heads[:, H:] == before[:, H:]).all()
-
-
-def gated_attention(cache, t):
-    """The oracle of column t, [H D]."""
-    H, G, seen = cache.H, cache.G, cache.token[t] + 1
-    k, v = cache.history(cache.row[t], seen)
-    out = attention(cache.heads[t : t + 1, :H], k, v, seen - 1, D**-0.5)[0]
-    return (out * sigmoid(cache.heads[t, H + G : 2 * H + G])).reshape(-1)
-
-
-def decode_batch(cache):
-    """The tables of a cache as a batch, of rows that share what they have in common."""
-    starts = cache.token[np.flatnonzero(np.diff(cache.row, prepend=-1))]
-    indptr = np.searchsorted(cache.row, np.arange(len(starts) + 1)).astype(np.int32)
-    rows = np.arange(len(starts), dtype=np.int32)
-    return ForwardBatch(
-        phase=Phase.DECODE,
-        token_ids=np.zeros(len(cache.row), np.int32),
-        positions=np.zeros((3, len(cache.row)), np.int32),
-        row_indptr=indptr,
-        starts=starts,
-        page_table=cache.pages,
-        state_in=rows,
-        state_out=rows,
-        items=work_items(cache.pages, starts, indptr),
-    )
-
-
-def attention_decode(run, cache, item, *, group, grid, grain):
-    """Result bits [T, H D] of a decode kernel with units of `grain` blocks."""
-    T, H, G = len(cache.row), cache.H, cache.G
-    batch = decode_batch(cache)
-    blocks = div_ceil(int(cache.token.max()) + 1, BLOCK_TOKENS)
-    room = {"workers": 1 << 20} if grain == 1 else {"num_partials": 0}
-    units = WorkUnits(batch.num_rows, T, blocks, group=group, **room)
-    units.fill(batch)
-    assert units.header[1] == grain
-    head, first = np.concatenate([units.header, units.units.reshape(-1)]), units.first.copy()
-    partials = np.full((first[T], H, D), np.nan, np.float32)
-    stats = np.full((first[T], H, 2), np.nan, np.float32)
-    run(
-        item,
-        grid,
-        *(partials, stats, cache.qkgv, cache.kv, head, units.members.copy(), first),
-        *(cache.row, cache.token, cache.pages, H, G, H // G, *cache.numbers, D**-0.5),
-    )
-    out = np.full((T, H * D), NAN, np.uint16)
-    tail = (partials, stats, cache.qkgv, head, first, cache.token, H, G)
-    run(attention_merge_kernel(0, run.early), T * H, out, *tail, *tiles_of(T))
-    if run.early:
-        buffer = np.full(fragment_size(T, H * D), NAN, np.uint16)
-        run(attention_merge_kernel(1, 1), T * H, buffer, *tail, *tiles_of(T))
-        assert (from_fragments(buffer, T, H * D) == out).all()
-    return out
-
-
-def check_attention(cache, out):
-    """Results [T, H D] against the oracle."""
-    want = np.stack([gated_attention(cache, t) for t in range(len(cache.row))])
-    ATTENTION_BF16.check(bf16_to_f32(out), want)
-
-
-def attention_prefill(run, cache, *, form):
-    """Result bits [T, H D] of the prefill kernel."""
-    most = 16 * form[0]
-    items = [
-        (t, min(most, stop - t))
-        for start, stop in _spans(cache.row)
-        for t in range(start, stop, most)
-    ]
-    out = np.full((len(cache.row), cache.H * D), NAN, np.uint16)
-    run(
-        attention_prefill_kernel(*form, run.early),
-        len(items) * cache.H,
-        *(out, cache.qkgv, cache.kv, np.array(items, np.int32), cache.row, cache.token),
-        *(cache.pages, cache.H, cache.G, *cache.numbers, D**-0.5),
-    )
-    return out
-
-
-def _spans(row):
-    ends = np.flatnonzero(np.diff(row, append=-1)) + 1
-    return list(zip([0, *ends[:-1].tolist()], ends.tolist()))
 
 
 @dataclass

@@ -83,7 +83,11 @@ engine_options = stacked(
         help="Host memory for prefixes that leave the K/V memory, in MiB.",
     ),
     click.option(
-        "--kv-dtype", default="bf16", show_default=True, metavar="bf16", help="Storage of K/V."
+        "--kv-dtype",
+        default="bf16",
+        show_default=True,
+        metavar="bf16|int8",
+        help="Storage of K/V; int8 halves it.",
     ),
     click.option(
         "--prefill-chunk",

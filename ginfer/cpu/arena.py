@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ginfer.cpu.kv_codec import Pages
 from ginfer.sizes import align_up
-from ginfer.spec import PAGE_TOKENS, LayerKind
+from ginfer.spec import KV_GROUP, PAGE_TOKENS, KvCodec, LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,23 +28,38 @@ if TYPE_CHECKING:
 
 
 class Space(NamedTuple):
-    """Units and pages of the same bytes. units: [units, bytes] uint8. kv: [pages, attention layers,
-    K V, heads, 64 D] uint16, BF16 bits."""
+    """Units and pages of the same bytes. units: [units, bytes] uint8."""
 
     memory: mmap.mmap
     units: NDArray[np.uint8]
-    kv: NDArray[np.uint16]
+    kv: Pages
+
+    def copy_page(self, source: int, other: Space, target: int) -> None:
+        """Copy page `source` to page `target` of a space."""
+        for mine, theirs in zip(self.kv, other.kv):
+            if mine.size:
+                theirs[target] = mine[source]
 
 
-def _make_space(num_units: int, unit_nbytes: int, page: tuple[int, ...]) -> Space:
+def _make_space(spec: ModelSpec, plan: MemoryPlan, num_units: int) -> Space:
     """Zeroed and resident from the start."""
+    a, unit_nbytes = spec.attention, plan.unit_nbytes
+    heads = (len(spec.layers_of(LayerKind.FULL_ATTENTION)), 2, a.num_kv_heads)
     nbytes = num_units * unit_nbytes
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     memory = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
     flat = np.frombuffer(memory, np.uint8, nbytes)
-    page_nbytes = 2 * int(np.prod(page))
-    pages = flat[: nbytes // page_nbytes * page_nbytes].view(np.uint16)
-    return Space(memory, flat.reshape(num_units, unit_nbytes), pages.reshape(-1, *page))
+    num_pages = nbytes // spec.page_nbytes(plan.kv)
+    pages = flat[: num_pages * spec.page_nbytes(plan.kv)]
+    plane, groups = PAGE_TOKENS * a.head_dim, -(-a.head_dim // KV_GROUP)
+    packed = plan.kv is KvCodec.INT8
+    count = num_pages if packed else 0
+    kv = Pages(
+        bits=pages[: 0 if packed else None].view(np.uint16).reshape(-1, *heads, plane),
+        codes=pages[: None if packed else 0].view(np.int8).reshape(-1, *heads, plane),
+        scales=np.zeros((count, *heads, groups, PAGE_TOKENS), np.uint16),
+    )
+    return Space(memory, flat.reshape(num_units, unit_nbytes), kv)
 
 
 def slot_nbytes(spec: ModelSpec) -> int:
@@ -58,11 +74,9 @@ class Arena:
     channels] float32."""
 
     def __init__(self, spec: ModelSpec, plan: MemoryPlan) -> None:
-        a, g = spec.attention, spec.gdn
-        num_attention = len(spec.layers_of(LayerKind.FULL_ATTENTION))
-        page = (num_attention, 2, a.num_kv_heads, PAGE_TOKENS * a.head_dim)
-        self._here = _make_space(plan.num_units, plan.unit_nbytes, page)
-        self._host = _make_space(plan.num_park_units, plan.unit_nbytes, page)
+        g = spec.gdn
+        self._here = _make_space(spec, plan, plan.num_units)
+        self._host = _make_space(spec, plan, plan.num_park_units)
         layers = (len(spec.layers_of(LayerKind.GATED_DELTANET)), plan.num_slots)
         self.state = np.zeros((*layers, g.num_v_heads, g.k_head_dim * g.v_head_dim), np.float32)
         self.history = np.zeros((*layers, g.conv_taps - 1, g.conv_channels), np.float32)
@@ -71,8 +85,8 @@ class Arena:
         self._given_back: set[int] = set()
 
     @property
-    def kv(self) -> NDArray[np.uint16]:
-        """Pages, as in Space."""
+    def kv(self) -> Pages:
+        """The pages."""
         return self._here.kv
 
     @property
@@ -84,12 +98,13 @@ class Arena:
     def nbytes(self) -> int:
         """Bytes of the arena, less what was given back."""
         units = self._here.units
-        return int(units.nbytes) - len(self._given_back) * int(units.shape[1])
+        given_back = len(self._given_back) * int(units.shape[1])
+        return int(units.nbytes + self.kv.scales.nbytes) - given_back
 
     @property
     def parking_nbytes(self) -> int:
         """Bytes of the parking space."""
-        return self._host.units.nbytes
+        return self._host.units.nbytes + self._host.kv.scales.nbytes
 
     def save_state(self, slot: int, units: Ids) -> None:
         """Copy a recurrent slot to units."""
@@ -122,17 +137,17 @@ class Arena:
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page."""
-        self._here.kv[target] = self._here.kv[source]
+        self._here.copy_page(source, self._here, target)
 
     def park_pages(self, pages: Ids, host_pages: Ids) -> None:
         """Copy pages to host pages."""
         for page, host_page in zip(pages, host_pages, strict=True):
-            self._host.kv[host_page] = self._here.kv[page]
+            self._here.copy_page(page, self._host, host_page)
 
     def unpark_pages(self, host_pages: Ids, pages: Ids) -> None:
         """Copy host pages to pages."""
         for host_page, page in zip(host_pages, pages, strict=True):
-            self._here.kv[page] = self._host.kv[host_page]
+            self._host.copy_page(host_page, self._here, page)
 
     def park_units(self, units: Ids, host_units: Ids) -> None:
         """Copy units to host units."""

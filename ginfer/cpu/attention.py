@@ -1,4 +1,4 @@
-"""Gated causal attention over paged BF16 K/V: q/k norm, rotation, append, softmax, output gate.
+"""Gated causal attention over paged K/V: q/k norm, rotation, append, softmax, output gate.
 
 A tile is a page of 64 tokens. A partial (maximum, sum, weighted values) covers an absolute block of
 keys, 2,048 in prefill and 256 in decode, tile by tile from the left; partials are merged from the
@@ -19,7 +19,7 @@ import numpy as np
 from numba import njit, prange
 from numba.np.ufunc.parallel import get_thread_id
 
-from ginfer.cpu.kv_codec import load_plane, store_key, store_value
+from ginfer.cpu.kv_codec import KEYS, VALUES, Pages, load_plane, plane_bits, store
 from ginfer.cpu.norm import norm_row
 from ginfer.cpu.product import (
     device,
@@ -89,8 +89,8 @@ def _prepare_column(t, qkgv, kv, layer, w_q, w_k, heads, columns, eps):
     slot = columns.token[t] % TILE
     for g in range(G):
         k, v = (H + g) * D, (2 * H + G + g) * D
-        store_key(kv[page, layer, 0, g], slot, row[k : k + D])
-        store_value(kv[page, layer, 1, g], slot, row[v : v + D])
+        store(kv, page, layer, KEYS, g, slot, row[k : k + D])
+        store(kv, page, layer, VALUES, g, slot, row[v : v + D])
 
 
 @device
@@ -144,7 +144,7 @@ def _finish(out, acc, total, gate):
 
 
 @device
-def _prefill_item(out, qkgv, kv, layer, heads, columns, t0, t1, g, scratch):
+def _prefill_item(out, qkgv, kv, layer, heads, columns, t0, t1, g, scratch, room):
     """Queries t0 .. t1 of one row against K/V head g."""
     H, G, D, _ = heads
     M, W, n = H // G, qkgv.shape[1], t1 - t0
@@ -163,8 +163,9 @@ def _prefill_item(out, qkgv, kv, layer, heads, columns, t0, t1, g, scratch):
         if tile % PREFILL_TILES == 0:
             _clear(part, 0, pm, pl, 0, M * QUERIES, D)
         page = columns.pages[columns.row[t0], tile]
-        load_plane(k_tile, kv[page, layer, 0, g], D * TILE)
-        load_plane(v_tile, kv[page, layer, 1, g], min(TILE, last + 1 - tile * TILE) * D)
+        load_plane(k_tile, plane_bits(kv, page, layer, KEYS, g, room), D * TILE)
+        values = plane_bits(kv, page, layer, VALUES, g, room)
+        load_plane(v_tile, values, min(TILE, last + 1 - tile * TILE) * D)
         skip = max(0, tile * TILE - start)  # queries that end before this tile
         for h in range(M):
             i, rows = h * QUERIES + skip, n - skip
@@ -190,21 +191,25 @@ def _prefill_item(out, qkgv, kv, layer, heads, columns, t0, t1, g, scratch):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def attention_prefill(out, qkgv, kv, layer, w_q, w_k, heads, columns, items, scratch, eps):
+def attention_prefill(out, qkgv, kv, layer, w_q, w_k, heads, columns, items, scratch, rooms, eps):
     """out[t] = gated attention of column t; appends the columns' K and V first.
 
-    out: [T, H D]. qkgv: [T, 2 (H + G) D], overwritten. kv: [P, L, 2, G, 64 D] uint16. w_q, w_k:
-    [D].
+    out: [T, H D]. qkgv: [T, 2 (H + G) D], overwritten. kv: Pages. w_q, w_k: [D].
     items: [I, 2] int64, first and last + 1 column of each work item, heavy and light mixed.
-    scratch: [threads, prefill_scratch].
+    scratch: [threads, prefill_scratch]. rooms: [threads, two planes] uint16, for decoded planes.
     """
     for i in prange(qkgv.shape[0]):
         _prepare_column(np.int64(i), qkgv, kv, layer, w_q, w_k, heads, columns, eps)
     G = heads.G
     for i in prange(items.shape[0] * G):
-        mine, at = scratch[get_thread_id()], np.int64(i)
+        mine, room, at = scratch[get_thread_id()], rooms[get_thread_id()], np.int64(i)
         t0, t1 = items[at // G, 0], items[at // G, 1]
-        _prefill_item(out, qkgv, kv, layer, heads, columns, t0, t1, at % G, mine)
+        _prefill_item(out, qkgv, kv, layer, heads, columns, t0, t1, at % G, mine, room)
+
+
+def room_elements(heads: Heads, kv: Pages) -> int:
+    """uint16 of room per thread: two planes, if they have to be decoded."""
+    return 2 * TILE * heads.D if kv.codes.size else 0
 
 
 def prefill_scratch(heads: Heads) -> int:
@@ -214,7 +219,7 @@ def prefill_scratch(heads: Heads) -> int:
 
 
 @device
-def _decode_block(block, group, g, sums, kv, layer, heads, columns, scratch):
+def _decode_block(block, group, g, sums, kv, layer, heads, columns, scratch, room):
     """sums (acc, m, l) = the partials of K/V head g and a group of columns over `block`; scratch:
     their queries, then scores."""
     keep_apart()
@@ -226,7 +231,9 @@ def _decode_block(block, group, g, sums, kv, layer, heads, columns, scratch):
     pages = columns.pages[columns.row[group[0]]]
     fewest, most = columns.token[group[0]] + 1, columns.token[group[group.size - 1]] + 1
     for tile in range(block * DECODE_TILES, min((block + 1) * DECODE_TILES, -(-most // TILE))):
-        k, v = kv[pages[tile], layer, 0, g], kv[pages[tile], layer, 1, g]
+        page, half = pages[tile], room.size // 2
+        k = plane_bits(kv, page, layer, KEYS, g, room[:half])
+        v = plane_bits(kv, page, layer, VALUES, g, room[half:])
         scores[: rows * TILE].fill(ZERO)
         multiply_add_bf16(scores, 0, TILE, q, 0, D, k, TILE, rows, TILE, D)
         if fewest >= (tile + 1) * TILE:
@@ -243,13 +250,13 @@ def _decode_block(block, group, g, sums, kv, layer, heads, columns, scratch):
 
 @device
 def _decode_unit(
-    block, group, g, base, grain, part, stats, qkgv, kv, layer, heads, columns, first, scratch
+    block, group, g, base, grain, part, stats, qkgv, kv, layer, heads, columns, first, spaces
 ):
     """The partials of K/V head g and a group of columns that see keys of `block`, over `grain`
     blocks from there with the same pages; all of it if they are columns of several rows."""
     keep_apart()
     H, G, D, _ = heads
-    M, W, x = H // G, qkgv.shape[1], qkgv.reshape(-1)
+    M, W, x, (scratch, room) = H // G, qkgv.shape[1], qkgv.reshape(-1), spaces
     size, n = GROUP * M * D, GROUP * M
     acc, more, inner = scratch[:size], scratch[size : 2 * size], scratch[2 * size :]
     tail = inner[size + n * TILE :]
@@ -257,10 +264,10 @@ def _decode_unit(
     for i in range(group.size):
         at, qo = i * M * D, group[i] * W + g * M * D
         inner[at : at + M * D] = x[qo : qo + M * D]
-    _decode_block(block, group, g, sums, kv, layer, heads, columns, inner)
+    _decode_block(block, group, g, sums, kv, layer, heads, columns, inner, room)
     last = min(block + grain - 1, columns.token[group[group.size - 1]] // BLOCK_TOKENS)
     for coming in range(block + 1, last + 1):
-        _decode_block(coming, group, g, others, kv, layer, heads, columns, inner)
+        _decode_block(coming, group, g, others, kv, layer, heads, columns, inner, room)
         for i in range(group.size):
             if columns.token[group[i]] >= coming * BLOCK_TOKENS:
                 for j in range(i * M, (i + 1) * M):
@@ -297,11 +304,11 @@ def append_columns(qkgv, kv, layer, w_q, w_k, heads, columns, eps):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def attention_decode(out, qkgv, kv, layer, heads, columns, work, wave, part, stats, scratch):
+def attention_decode(out, qkgv, kv, layer, heads, columns, work, wave, part, stats, scratch, rooms):
     """Attention of the columns c0 .. c1 - 1 = `wave`, after `append_columns`: partials, merge.
 
     part: [S H D], stats: [2, S H] for S >= first[c1] - first[c0] partials. scratch: [threads,
-    decode_scratch].
+    decode_scratch]. rooms as in `attention_prefill`.
     """
     H, G, first, members = heads.H, heads.G, work.first, work.members
     grain = work.grain
@@ -317,7 +324,8 @@ def attention_decode(out, qkgv, kv, layer, heads, columns, work, wave, part, sta
         while t0 < t1 and members[t1 - 1] >= c1:
             t1 -= 1
         if t0 < t1:
-            group, base, mine = members[t0:t1], first[c0], scratch[get_thread_id()]
+            group, base = members[t0:t1], first[c0]
+            mine = (scratch[get_thread_id()], rooms[get_thread_id()])
             unit = (block, group, g, base, grain)
             _decode_unit(*unit, part, stats, qkgv, kv, layer, heads, columns, first, mine)
     for i in prange((c1 - c0) * H):

@@ -85,8 +85,10 @@ class CpuBackend:
         slot = slot_nbytes(self._spec)
 
         def cost(plan: MemoryPlan) -> int:
-            units = plan.num_units + plan.num_park_units
-            return units * plan.unit_nbytes + plan.num_slots * slot
+            nbytes = (plan.num_units + plan.num_park_units) * plan.unit_nbytes
+            num_pages = nbytes // self._spec.page_nbytes(plan.kv)
+            nbytes += num_pages * self._spec.scales_nbytes(plan.kv)
+            return nbytes + plan.num_slots * slot
 
         return Room(
             nbytes=host_nbytes,
@@ -139,7 +141,10 @@ class CpuBackend:
         }
         self._buffers = {name: np.zeros(shape, np.float32) for name, shape in floats.items()}
         self._arena = arena = Arena(s, plan)
-        self._buffers |= {"kv": arena.kv, "state": arena.state, "history": arena.history}
+        self._kv = arena.kv
+        rooms = (self._threads, attention.room_elements(self._heads, arena.kv))
+        self._rooms = np.zeros(rooms, np.uint16)
+        self._buffers |= {"state": arena.state, "history": arena.history}
         layers, R = len(s.layers_of(LayerKind.GATED_DELTANET)), plan.max_recorded
         self._buffers["mixes"] = np.zeros((layers, R, g.conv_channels), np.float32)
         self._buffers["gatings"] = np.zeros((layers, R, 2 * g.num_v_heads), np.float32)
@@ -157,12 +162,12 @@ class CpuBackend:
         for name, buffer in self._buffers.items():
             if name in ("state", "history"):
                 buffer[:, 0] = 0
-            elif name == "kv":
-                buffer[0] = 0
             elif name == "counts":
                 buffer[0] = 0
             else:
                 buffer.fill(0)
+        for part in self._kv:
+            part[:1] = 0
 
     def _dummy_forward(self, phase: Phase, T: int) -> None:
         zero = np.zeros(1, np.int32)
@@ -238,17 +243,17 @@ class CpuBackend:
         q = self._view("inner", T, w.inner.N)
         linear(q, self._normed(hidden, w.input_norm), w.inner)
         out = self._view("mixed", T, self._spec.attention.q_width)
-        kv, scratch = self._buffers["kv"], self._buffers["scratch"]
+        kv, scratch, rooms = self._kv, self._buffers["scratch"], self._rooms
         norms = (w.q_norm, w.k_norm)
         if batch.phase is Phase.PREFILL:
             items = self._staged.items
             attention.attention_prefill(
-                out, q, kv, index, *norms, heads, columns, items, scratch, self._eps
+                out, q, kv, index, *norms, heads, columns, items, scratch, rooms, self._eps
             )
         else:
             attention.append_columns(q, kv, index, *norms, heads, columns, self._eps)
             work = self._staged.work
-            spaces = (self._buffers["partials"], self._buffers["stats"], scratch)
+            spaces = (self._buffers["partials"], self._buffers["stats"], scratch, rooms)
             for wave in self._waves(T):
                 attention.attention_decode(out, q, kv, index, heads, columns, work, wave, *spaces)
         linear_add(hidden, out, w.output)
@@ -401,7 +406,7 @@ class CpuBackend:
     def ledger(self) -> dict[str, int]:
         """Bytes by use. Weights are mapped, not copied."""
         sizes = {name: array.nbytes for name, array in self._buffers.items()}
-        for view in ("kv", "state", "history"):
+        for view in ("state", "history"):
             sizes.pop(view, 0)
         return {
             "weights": self._weight_nbytes,
@@ -409,7 +414,7 @@ class CpuBackend:
             "slots": self._memory.slots_nbytes,
             "parking": self._memory.parking_nbytes,
             "counts": sizes.pop("counts", 0),
-            "workspace": sum(sizes.values()),
+            "workspace": sum(sizes.values()) + self._rooms.nbytes,
         }
 
     def close(self) -> None:

@@ -14,9 +14,15 @@ from ginfer.batch import Phase
 from ginfer.cuda.attention.append import append
 from ginfer.cuda.attention.decode_launch import DecodeAttention, attention_decode, decode_kernel
 from ginfer.cuda.attention.decode_launch import DecodeScratch as AttentionScratch
-from ginfer.cuda.attention.prefill import PrefillAttention, attention_prefill
+from ginfer.cuda.attention.expand import attention_expand
+from ginfer.cuda.attention.pages import PageShape
+from ginfer.cuda.attention.prefill_launch import (
+    TOTALS_NBYTES,
+    PrefillAttention,
+    attention_prefill,
+)
 from ginfer.cuda.embedding import embedding
-from ginfer.cuda.frame import most_chunks, most_partials
+from ginfer.cuda.frame import most_chunks, most_expanded, most_partials
 from ginfer.cuda.gdn.chunk import gdn_chunks
 from ginfer.cuda.gdn.conv import Channels, conv
 from ginfer.cuda.gdn.prepare import WITHIN_NBYTES
@@ -43,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ginfer.backend import MemoryPlan
+    from ginfer.cuda.attention.append import Columns
     from ginfer.cuda.frame import Frame, Staged
     from ginfer.cuda.runtime.memory import Arena, Slice
     from ginfer.cuda.runtime.queue import Queue
@@ -111,7 +118,9 @@ class Blocks:
             "selected": (selected + TOKEN_PADDING) * spec.hidden_size * 2,
             "logits": selected * spec.vocab_size * 4,
             "partials": partials * a.q_width * 4,
+            "expanded": most_expanded(plan) * PageShape(1, a.num_kv_heads, a.head_dim).page_nbytes,
             "stats": partials * a.num_q_heads * 8,
+            "totals": TOTALS_NBYTES,
             "slices": max(workspace for workspace, _ in scratch),
             "counters": align_up(max(counters for _, counters in scratch), 256),
             "maps": MAPS_NBYTES,
@@ -147,8 +156,9 @@ class Blocks:
             logits=at["logits"],
             **inputs,
         )
-        self.logits = at["logits"]
+        self.logits, self._expanded = at["logits"], at["expanded"]
         self._slices = DecodeScratch(workspace=at["slices"], counters=at["counters"])
+        self._totals = at["totals"]
         self._attention_scratch = AttentionScratch(at["partials"], at["stats"], *self._frame.work)
 
     def _inputs(
@@ -221,13 +231,20 @@ class Blocks:
         self._linear(b.inner, b.normed, w.inner, epilogue=Epilogue.STORE_BF16, T=T, phase=phase)
         append(queue, b.inner, kv, T=T, columns=columns, norms=(w.heads, a.num_q_heads))
         if phase is Phase.PREFILL:
-            queries = staged.tables["queries"]
-            items = PrefillAttention(queries, staged.num_queries, a.num_q_heads, a.scale)
+            items = PrefillAttention(
+                items=staged.tables["queries"],
+                num_items=staged.num_queries,
+                H=a.num_q_heads,
+                scale=a.scale,
+                totals=self._totals,
+                num_sms=self._sms,
+            )
+            kv, columns = self._opened(staged, kv, columns)
             attention_prefill(
                 queue, b.attended.address, b.inner, kv=kv, columns=columns, shape=items
             )
         else:
-            kernel = decode_kernel(queue.image.capability, staged.tiles)
+            kernel = decode_kernel(queue.image.capability, staged.tiles, kv[2].packed)
             grid = self._sms * queue.image[kernel].occupancy()
             shape = DecodeAttention(
                 T, a.num_q_heads, grid, staged.tiles, a.scale, self._fragments(phase)
@@ -235,6 +252,17 @@ class Blocks:
             tables = (columns, self._attention_scratch)
             attention_decode(queue, b.attended.address, b.inner, kv=kv, tables=tables, shape=shape)
         self._add(b.attended, w.output, T, phase)
+
+    def _opened(
+        self, staged: Staged, kv: tuple[int, int, PageShape], columns: Columns
+    ) -> tuple[tuple[int, int, PageShape], Columns]:
+        """The layer's pages of a prefill batch in BF16, and the tables that find them there."""
+        pages, out = kv[2], self._expanded
+        if not pages.packed:
+            return kv, columns
+        ids, count = staged.tables["to_open"], staged.num_expanded
+        attention_expand(self._queue, out, kv=kv, ids=ids, count=count)
+        return (out, 0, PageShape(1, pages.G, pages.D)), self._frame.expanded_columns(staged.tables)
 
     def _add(self, x: Activations, matrix: Matrix, T: int, phase: Phase) -> None:
         """hidden += x W^T."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,13 @@ import numpy as np
 from ginfer.batch import Phase, WorkUnits
 from ginfer.cuda.attention.append import Columns
 from ginfer.cuda.attention.decode_launch import SMALL, decode_kernel, large_tiles
-from ginfer.cuda.attention.prefill import form_of
+from ginfer.cuda.attention.prefill_launch import columns_of_item
 from ginfer.cuda.gdn.chunk import Chunks
 from ginfer.cuda.gdn.conv import Rows
 from ginfer.cuda.gdn.prepare import CHUNK
 from ginfer.cuda.tables import Tables
 from ginfer.sizes import div_ceil
-from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS, SPAN_BLOCKS
+from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS, SPAN_BLOCKS, KvCodec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_DECODE_COLUMNS = 128
 LEAST_PARTIALS = 4096
-LEAST_QUERIES = 32  # columns of a work item of prefill attention
+LEAST_QUERIES = 8  # columns of a work item of prefill attention
 
 
 def rope_frequencies(spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -49,6 +49,11 @@ def most_blocks(plan: MemoryPlan) -> int:
     return div_ceil(plan.max_pages_per_row * PAGE_TOKENS, BLOCK_TOKENS)
 
 
+def most_expanded(plan: MemoryPlan) -> int:
+    """Pages of a prefill batch at most, where they are opened before they are read."""
+    return 0 if plan.kv is KvCodec.BF16 else plan.max_pages_per_row + plan.num_rows
+
+
 def most_partials(plan: MemoryPlan) -> int:
     """Partials of decode attention at most: of every span, or of so many blocks that there is work
     for everyone."""
@@ -60,6 +65,7 @@ def most_partials(plan: MemoryPlan) -> int:
 def table_words(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[Phase, dict[str, int]]:
     """Words of each table at most; `selected`: most columns whose logits are wanted at a time."""
     B, P, T = plan.num_rows, plan.max_pages_per_row, plan.max_columns
+    opened = most_expanded(plan)
 
     def of_columns(T: int) -> dict[str, int]:
         return {
@@ -79,6 +85,8 @@ def table_words(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[Phase,
             "queries": 2 * (div_ceil(T, LEAST_QUERIES) + B),
             "chunks": 2 * most_chunks(plan),
             "chunk_indptr": B + 1,
+            "to_open": opened,
+            "opened": B * P if opened else 0,
         },
         Phase.DECODE: {**of_columns(decode_columns(plan)), "units": units},
     }
@@ -111,7 +119,7 @@ def work_units(spec: ModelSpec, plan: MemoryPlan, tiles: int, *, num_blocks: int
 @dataclass(frozen=True)
 class Staged:
     """What the host knows of a batch, and its tables: columns, rows, the longest row, query items,
-    chunks of GDN, tiles of 16 rows of a decode unit."""
+    chunks of GDN, tiles of 16 rows of a decode unit, pages to open."""
 
     tables: Tables
     T: int
@@ -120,6 +128,7 @@ class Staged:
     num_queries: int = 0
     num_chunks: int = 0
     tiles: int = SMALL
+    num_expanded: int = 0
 
     @property
     def rows(self) -> Rows:
@@ -158,7 +167,8 @@ class Frame:
         self._tiles = large_tiles(capability)
         occupancy = queue.image[decode_kernel(capability, self._tiles)].occupancy()
         self._units = work_units(spec, plan, self._tiles, num_blocks=num_sms * occupancy)
-        self._queries = 16 * form_of(queue.image.capability)[0]
+        a = spec.attention
+        self._queries = columns_of_item(capability, a.num_q_heads // a.num_kv_heads)
         self.tables = {phase: Tables(sizes, memory, queue.stream) for phase, sizes in words.items()}
         self._axes, self._frequencies = rope_frequencies(spec)
         self._described: tuple[WorkItems, bytes] | None = None  # by the work units
@@ -172,6 +182,21 @@ class Frame:
             rope=tables["rope"],
             P=self._plan.max_pages_per_row,
         )
+
+    def expanded_columns(self, tables: Tables) -> Columns:
+        """As `columns`, with the pages in the order in which they were opened."""
+        return replace(self.columns(tables), pages=tables["opened"])
+
+    def _fill_expanded(self, tables: Tables, batch: ForwardBatch) -> int:
+        """Which pages of a prefill batch to open, and where its rows find them."""
+        ends = batch.starts + np.diff(batch.row_indptr)
+        counts = (ends + (PAGE_TOKENS - 1)) // PAGE_TOKENS
+        P, total = self._plan.max_pages_per_row, int(counts.sum())
+        assert total <= most_expanded(self._plan), "rows of a prefill batch are too long together"
+        tables.fill("to_open", np.concatenate([p[:n] for p, n in zip(batch.page_table, counts)]))
+        opened = tables.words("opened", batch.num_rows * P).reshape(-1, P)
+        opened[:] = (np.cumsum(counts) - counts)[:, None] + np.arange(P)
+        return total
 
     def fill(self, batch: ForwardBatch) -> Staged:
         """Send the tables of a batch, the columns whose logits it wants among them."""
@@ -195,7 +220,7 @@ class Frame:
         pages[:, : batch.page_table.shape[1]] = batch.page_table
         if batch.selection is not None:
             tables.fill("columns", batch.selection.columns.astype(np.int32, copy=False))
-        tiles, num_queries, num_chunks = self._decode_tiles(T), 0, 0
+        tiles, num_queries, num_chunks, num_expanded = self._decode_tiles(T), 0, 0, 0
         if batch.phase is Phase.DECODE:
             self._fill_units(batch)
             tables.fill("units", self._units.storage[: self._units.used])
@@ -203,13 +228,15 @@ class Frame:
             queries = _query_items(batch.row_indptr, token, self._queries)
             num_queries = len(queries)
             tables.fill("queries", queries)
+            if self._plan.kv is KvCodec.INT8:
+                num_expanded = self._fill_expanded(tables, batch)
             chunks, chunk_indptr = chunks_of(batch.row_indptr, batch.starts)
             num_chunks = len(chunks)
             tables.fill("chunks", chunks)
             tables.fill("chunk_indptr", chunk_indptr)
         tables.send()
         longest = int(lengths.max(initial=0))
-        return Staged(tables, T, B, longest, num_queries, num_chunks, tiles)
+        return Staged(tables, T, B, longest, num_queries, num_chunks, tiles, num_expanded)
 
     def _fill_units(self, batch: ForwardBatch) -> None:
         """Work units; those of a round over the same items and blocks as the one before stay."""

@@ -19,7 +19,7 @@ from ginfer.cuda.runtime.memory import (
     copy_to_host,
     set_bytes,
 )
-from ginfer.spec import LayerKind
+from ginfer.spec import KvCodec, LayerKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,10 +41,16 @@ def slot_parts(spec: ModelSpec) -> tuple[int, int, int]:
     return layers, state, (g.conv_taps - 1) * g.conv_channels * 2
 
 
-def page_shape(spec: ModelSpec) -> PageShape:
-    """Shape of a K/V page."""
-    layers = len(spec.layers_of(LayerKind.FULL_ATTENTION))
-    return PageShape(layers, spec.attention.num_kv_heads, spec.attention.head_dim)
+def page_shape(spec: ModelSpec, codec: KvCodec, scales: int = 0) -> PageShape:
+    """Shape of a K/V page; scales: address of those of page 0."""
+    a, layers = spec.attention, len(spec.layers_of(LayerKind.FULL_ATTENTION))
+    return PageShape(layers, a.num_kv_heads, a.head_dim, codec is KvCodec.INT8, scales)
+
+
+def scales_nbytes(spec: ModelSpec, plan: MemoryPlan, num_units: int) -> int:
+    """Bytes of the scales of all pages that so many units can be."""
+    num_pages = num_units * plan.unit_nbytes // spec.page_nbytes(plan.kv)
+    return num_pages * spec.scales_nbytes(plan.kv)
 
 
 def slot_nbytes(spec: ModelSpec) -> int:
@@ -57,6 +63,7 @@ def memory_nbytes(spec: ModelSpec, plan: MemoryPlan) -> dict[str, int]:
     """Bytes on the device, by use."""
     return {
         "arena": plan.num_units * plan.unit_nbytes,
+        "scales": scales_nbytes(spec, plan, plan.num_units),
         "slots": plan.num_slots * slot_nbytes(spec),
     }
 
@@ -68,15 +75,19 @@ class Slots:
         self._layers, self._state, self._history = slot_parts(spec)
         self._num_slots, self._unit, self._stream = plan.num_slots, plan.unit_nbytes, stream
         nbytes = memory_nbytes(spec, plan)
-        self.pages = page_shape(spec)
         self.units = memory.take(nbytes["arena"], "arena", alignment=2 << 20)
+        scales = memory.take(nbytes["scales"], "arena")
+        self.pages = page_shape(spec, plan.kv, scales.address)
+        self._scales = spec.scales_nbytes(plan.kv)  # of a page
         slots = memory.take(nbytes["slots"], "slots")
         self._states = slots.address
         self._histories = slots.address + self._layers * plan.num_slots * self._state
-        parking = plan.num_park_units * plan.unit_nbytes
+        self._parked_units = plan.num_park_units * plan.unit_nbytes
+        parking = self._parked_units + scales_nbytes(spec, plan, plan.num_park_units)
         self._parking = PinnedBuffer(parking) if parking else None
-        for part in (self.units, slots):
-            set_bytes(part, 0, stream)
+        for part in (self.units, scales, slots):
+            if part.nbytes:
+                set_bytes(part, 0, stream)
 
     def state(self, gdn_idx: int) -> int:
         """Address of slot 0 of a layer's states."""
@@ -148,23 +159,30 @@ class Slots:
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page."""
-        size = self.pages.page_nbytes
-        base = self.units.address
-        copy_on_device(base + target * size, base + source * size, size, stream=self._stream)
+        for base, _, size in self._places(pages=True):
+            copy_on_device(base + target * size, base + source * size, size, stream=self._stream)
+
+    def _places(self, *, pages: bool) -> list[tuple[int, int, int]]:
+        """(address here, offset in the parking space, bytes) of the parts of page or unit 0."""
+        size = self.pages.page_nbytes if pages else self._unit
+        places = [(self.units.address, 0, size)]
+        if pages and self._scales:
+            places.append((self.pages.scales, self._parked_units, self._scales))
+        return places
 
     def park(self, here: Ids, there: Ids, *, pages: bool) -> None:
         """Copy pages or units to the parking space."""
-        size = self.pages.page_nbytes if pages else self._unit
-        for a, b in zip(here, there, strict=True):
-            at = self.units.address + a * size
-            copy_to_host(self._host(b, size), at, size, stream=self._stream)
+        for base, offset, size in self._places(pages=pages):
+            for a, b in zip(here, there, strict=True):
+                to = self._host(b, size) + offset
+                copy_to_host(to, base + a * size, size, stream=self._stream)
 
     def unpark(self, there: Ids, here: Ids, *, pages: bool) -> None:
         """Copy pages or units from the parking space."""
-        size = self.pages.page_nbytes if pages else self._unit
-        for b, a in zip(there, here, strict=True):
-            to = self.units.address + a * size
-            copy_to_device(to, self._host(b, size), size, stream=self._stream)
+        for base, offset, size in self._places(pages=pages):
+            for b, a in zip(there, here, strict=True):
+                source = self._host(b, size) + offset
+                copy_to_device(base + a * size, source, size, stream=self._stream)
 
     def close(self) -> None:
         """Free the parking space; the rest belongs to the arena."""

@@ -16,7 +16,7 @@ from ginfer.backend import MemoryPlan
 from ginfer.cache import CacheGeometry
 from ginfer.errors import ConfigError
 from ginfer.sizes import MIB, align_up, div_ceil, human_bytes
-from ginfer.spec import PAGE_TOKENS, LayerKind
+from ginfer.spec import PAGE_TOKENS, KvCodec
 
 if TYPE_CHECKING:
     from ginfer.backend import Room
@@ -46,14 +46,14 @@ class Capacity:
         return self.num_pages * PAGE_TOKENS
 
 
-def page_nbytes(spec: ModelSpec) -> int:
-    """Bytes of one page: BF16 K and V of 64 tokens in all attention layers."""
-    return len(spec.layers_of(LayerKind.FULL_ATTENTION)) * spec.attention.kv_width * PAGE_TOKENS * 4
+def page_nbytes(spec: ModelSpec, codec: KvCodec = KvCodec.BF16) -> int:
+    """Bytes of one page, without its scales."""
+    return spec.page_nbytes(codec)
 
 
-def unit_nbytes(spec: ModelSpec) -> int:
+def unit_nbytes(spec: ModelSpec, codec: KvCodec = KvCodec.BF16) -> int:
     """Bytes of one arena unit: 2 MiB; the page of a model whose pages do not tile that."""
-    page = page_nbytes(spec)
+    page = page_nbytes(spec, codec)
     return UNIT_NBYTES if UNIT_NBYTES % page == 0 or page % UNIT_NBYTES == 0 else page
 
 
@@ -61,10 +61,12 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, room: Room) -> Capacity:
     """Resolve every 'auto'. Raises ConfigError with both numbers when the options do not fit the
     model, each other, or the memory that is available."""
     _check_parking(config, room)
-    page, unit = page_nbytes(spec), unit_nbytes(spec)
+    codec = KvCodec(config.kv_dtype)
+    page, unit = page_nbytes(spec, codec), unit_nbytes(spec, codec)
+    unit_cost = unit + spec.scales_nbytes(codec) * unit // page
     longest = min(config.max_context or spec.max_context, spec.max_context)
     fixed = room.cost(_plan(config, spec, room, max_context=longest))
-    affordable_units = max(room.nbytes - fixed, 0) // unit
+    affordable_units = max(room.nbytes - fixed, 0) // unit_cost
     max_context = _max_context(config, spec, affordable_units * unit // page)
     context_pages = div_ceil(max_context, PAGE_TOKENS)
     snapshots = SNAPSHOTS_PER_LANE * config.max_concurrency * div_ceil(room.slot_nbytes, unit)
@@ -105,10 +107,11 @@ def _plan(
     config: EngineConfig, spec: ModelSpec, room: Room, *, max_context: int, num_units: int = 0
 ) -> MemoryPlan:
     """The plan of a context; without units, what the rest costs."""
-    unit = unit_nbytes(spec)
+    codec = KvCodec(config.kv_dtype)
+    unit = unit_nbytes(spec, codec)
     parking = CacheGeometry(
         num_units=0,
-        page_nbytes=page_nbytes(spec),
+        page_nbytes=page_nbytes(spec, codec),
         state_nbytes=0,
         num_slots=0,
         park_nbytes=config.park_mib * MIB,
@@ -122,6 +125,7 @@ def _plan(
         max_columns=max(prefill_chunk(config, max_context), config.max_concurrency),
         max_pages_per_row=div_ceil(max_context, PAGE_TOKENS),
         num_park_units=parking.num_host_units,
+        kv=codec,
     )
 
 

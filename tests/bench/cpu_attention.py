@@ -58,6 +58,7 @@ def attention_call(pages: int) -> Callable[[ForwardBatch], Callable[[], object]]
     a = SPEC.attention
     rig = Attention(a.num_q_heads, a.num_kv_heads, a.head_dim, pages, rotary=a.rotary_dim)
     filled(rig.kv)
+    rooms = np.zeros((numba.get_num_threads(), 0), np.uint16)
     scratch = np.zeros((numba.get_num_threads(), attention.decode_scratch(rig.heads)), np.float32)
 
     def call(batch: ForwardBatch) -> Callable[[], object]:
@@ -66,9 +67,9 @@ def attention_call(pages: int) -> Callable[[ForwardBatch], Callable[[], object]]
         qkgv = r.standard_normal((T, 2 * (rig.H + rig.G) * rig.D)).astype(np.float32)
         out = np.zeros((T, rig.H * rig.D), np.float32)
         slots = int(staged.work.first[T]) * rig.H
-        spaces = (np.zeros(slots * rig.D, np.float32), np.zeros((2, slots), np.float32), scratch)
-        fixed = (out, qkgv, rig.kv, 1, rig.heads, staged.columns, staged.work, (0, T), *spaces)
-        return lambda: attention.attention_decode(*fixed)
+        spaces = (np.zeros(slots * rig.D, np.float32), np.zeros((2, slots), np.float32))
+        fixed = (out, qkgv, rig.planes, 1, rig.heads, staged.columns, staged.work)
+        return lambda: attention.attention_decode(*fixed, (0, T), *spaces, scratch, rooms)
 
     return call
 
@@ -86,7 +87,7 @@ def round_call(pages: int, package: Path) -> Callable[[ForwardBatch], Callable[[
         max_pages_per_row=pages,
     )
     backend.allocate(plan)
-    filled(backend._buffers["kv"])
+    filled(backend._kv.bits)
     return lambda batch: lambda: forward(SPEC, backend, batch)
 
 

@@ -7,11 +7,15 @@ from ginfer.cuda.attention.decode_launch import SMALL, decode_kernel, large_tile
 from ginfer.cuda.attention.prefill import form_of
 from ginfer.cuda.gdn.chunk import form_of as chunk_form
 from ginfer.cuda.runtime.queue import starts_early
-from tests.device_cases import (
+from tests.attention_cases import (
     attention_decode,
     attention_prefill,
     check_append,
     check_attention,
+    check_expand,
+    make_cache,
+)
+from tests.device_cases import (
     check_conv,
     check_embedding,
     check_gdn,
@@ -19,7 +23,6 @@ from tests.device_cases import (
     check_selection,
     gdn_chunks,
     gdn_step,
-    make_cache,
     make_gdn,
     random_draws,
 )
@@ -63,21 +66,23 @@ def test_rms_norm(run, T, C):
     check_rms_norm(run, T, C)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("tokens", [1, 64, 65, 255, 256, 257, 1000])
-def test_decode_attention_at_borders(run, heads, tokens, capability):
-    cache = make_cache(tokens, heads, [(tokens, 1), (3, 1)])
+def test_decode_attention_at_borders(run, heads, tokens, packed, capability):
+    cache = make_cache(tokens, heads, [(tokens, 1), (3, 1)], packed=packed)
     check_append(run, cache)
-    item, group = decode_kernel(capability, SMALL), 16 // (heads[0] // heads[1])
+    item, group = decode_kernel(capability, SMALL, packed), 16 // (heads[0] // heads[1])
     check_attention(cache, attention_decode(run, cache, item, group=group, grid=264, grain=1))
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["bf16", "int8"])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_groups_units_and_grids_change_no_bit(run, heads, capability):
+def test_groups_units_and_grids_change_no_bit(run, heads, packed, capability):
     rows = [(2030, 1), (2025, 2), (2100, 1), (1700, 1), (2304, 20)]
-    cache = make_cache(7, heads, rows, shared=20)
+    cache = make_cache(7, heads, rows, shared=20, packed=packed)
     check_append(run, cache)
-    few, many = (decode_kernel(capability, n) for n in (SMALL, large_tiles(capability)))
+    few, many = (decode_kernel(capability, n, packed) for n in (SMALL, large_tiles(capability)))
     group = 16 * large_tiles(capability) // (heads[0] // heads[1])
     want = attention_decode(run, cache, few, group=1, grid=1, grain=1)
     check_attention(cache, want)
@@ -85,6 +90,11 @@ def test_groups_units_and_grids_change_no_bit(run, heads, capability):
         how = {"grid": grid, "grain": grain}
         assert (attention_decode(run, cache, many, group=group, **how) == want).all()
         assert (attention_decode(run, cache, few, group=2, **how) == want).all()
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_pages_of_codes_are_opened_for_prefill(run, heads):
+    check_expand(run, make_cache(9, heads, [(300, 1), (65, 1)], packed=True))
 
 
 def test_decode_attention_over_a_long_history(run, capability):

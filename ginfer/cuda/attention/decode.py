@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from numba import cuda, float32, int64, uint32
 
+from ginfer.cuda.attention.append import HEAD_DIM
 from ginfer.cuda.attention.decode_parts import (
     BLOCK_KEYS,
     BLOCK_TILES,
@@ -30,7 +31,7 @@ from ginfer.cuda.attention.decode_parts import (
     decode_parts,
     unit_nbytes,
 )
-from ginfer.cuda.attention.pages import TILE, fetch_tile
+from ginfer.cuda.attention.pages import TILE, copy_bytes, fetch_tile, packed_plane, plane_opener
 from ginfer.cuda.lib.numeric import LOG2E, follow, row_of_32
 from ginfer.cuda.lib.ptx import (
     cp_async_commit,
@@ -45,30 +46,41 @@ from ginfer.cuda.runtime.jit import Build, kernel
 STAGES = 2
 
 
-@kernel(*(int64,) * 10, *(uint32,) * 6, float32)
-def attention_decode_kernel(tiles: int, early: int):  # type: ignore[no-untyped-def]
-    """Arguments partials, stats, qkgv, kv, units, members, first, row, token, pages, H, G, M, P,
-    bytes of a page, offset of the layer, scale.
+@kernel(*(int64,) * 11, *(uint32,) * 6, float32)
+def attention_decode_kernel(tiles: int, packed: int, early: int):  # type: ignore[no-untyped-def]
+    """Arguments partials, stats, qkgv, kv, scales, units, members, first, row, token, pages, H, G,
+    M, P, bytes of a page, offset of the layer, scale. packed: pages of codes.
 
     partials [slot][H][D] FP32; stats [slot][H][2]: m in units of log2, sum. units: u32 count and
     grain, then units; these, members and first as in `batch.WorkUnits`, with groups of at most
     16 tiles / M columns.
     """
-    start, parts = follow(early), decode_parts(tiles)
+    start, parts = follow(early), decode_parts(tiles, packed)
     prepare, fetch_queries, score_tile, weigh = parts[:4]
     add_values, fold_block, write, _ = parts[4:]
-    num_c, ring_at, chunks = tiles * 16, unit_nbytes(tiles), PLANE_NBYTES // 16
+    num_c, plane_at = tiles * 16, unit_nbytes(tiles)
+    ring_at = plane_at + (PLANE_NBYTES if packed else 0)
+    codes, factors = packed_plane(HEAD_DIM)
+    open_plane, plane_nbytes = plane_opener(HEAD_DIM, THREADS), codes if packed else PLANE_NBYTES
+    stage_nbytes, chunks = plane_nbytes + (factors if packed else 0), PLANE_NBYTES // 16
 
     @cuda.jit(device=True, inline="always")
-    def fetch(i, np, ring, n, table, plane, value, page_nbytes, block, seen, thread):
+    def fetch(i, np, ring, n, source, block, seen, thread):
         """Tile i of a block: keys of np pages, then their values; the n-th tile of the ring."""
+        table, kv, scales, plane, value, page_nbytes = source
         is_value = i >= np
         page = uint32(block * uint32(BLOCK_TILES) + (uint32(i - np) if is_value else i))
-        source = plane + int64(ld_global_u32(row_of_32(table, page))) * int64(page_nbytes)
+        offset = plane + int64(ld_global_u32(row_of_32(table, page))) * int64(page_nbytes)
         if is_value:
-            source += value
-        to = uint32(ring + (n & uint32(1)) * uint32(PLANE_NBYTES))
-        fetch_tile(to, source, uint32(seen - page * uint32(TILE)), thread, THREADS, chunks)
+            offset += value
+        to = uint32(ring + (n & uint32(1)) * uint32(stage_nbytes))
+        if packed:
+            copy_bytes(to, kv + offset, codes, thread, THREADS)
+            at = scales + (offset >> 5)
+            copy_bytes(uint32(to + uint32(codes)), at, factors, thread, THREADS)
+        else:
+            valid = uint32(seen - page * uint32(TILE))
+            fetch_tile(to, kv + offset, valid, thread, THREADS, chunks)
 
     @cuda.jit(device=True, inline="always")
     def pages_of(block, seen):
@@ -81,6 +93,7 @@ def attention_decode_kernel(tiles: int, early: int):  # type: ignore[no-untyped-
         stats,
         qkgv,
         kv,
+        scales,
         units,
         members,
         first,
@@ -104,7 +117,7 @@ def attention_decode_kernel(tiles: int, early: int):  # type: ignore[no-untyped-
             c[i] = float32(0.0)
         start()
         work, grain = uint32(ld_global_u32(units) * G), ld_global_u32(units + 4)
-        unit, n, value = uint32(cuda.blockIdx.x), uint32(0), int64(G) * PLANE_NBYTES
+        unit, n, value = uint32(cuda.blockIdx.x), uint32(0), int64(G) * plane_nbytes
         while unit < work:
             item = div_u32(unit, G)
             g = uint32(unit - item * G)
@@ -115,10 +128,11 @@ def attention_decode_kernel(tiles: int, early: int):  # type: ignore[no-untyped-
             seen = uint32(ld_global_u32(row_of_32(token, t)) + uint32(1))
             stop = min(uint32(block + grain), uint32((seen + uint32(BLOCK_KEYS - 1)) >> uint32(8)))
             table = pages + int64(ld_global_u32(row_of_32(row, t))) * int64(P) * 4
-            plane = kv + int64(layer) + int64(g) * PLANE_NBYTES
+            plane = int64(layer) + int64(g) * plane_nbytes
             fetch_queries(base, qkgv, group, count, g, H, G, M, thread)
             np = pages_of(block, seen)
-            fetch(uint32(0), np, ring, n, table, plane, value, page_nbytes, block, seen, thread)
+            source = (table, kv, scales, plane, value, page_nbytes)
+            fetch(uint32(0), np, ring, n, source, block, seen, thread)
             cp_async_commit()
             prepare(base, group, first, token, count, div_u32(block, grain), g, H, M, thread)
             for i in range(num_c):
@@ -134,25 +148,23 @@ def attention_decode_kernel(tiles: int, early: int):  # type: ignore[no-untyped-
                         if after < stop:
                             pages_after = pages_of(after, seen)
                     if after < stop:
-                        fetch(
-                            coming,
-                            pages_after,
-                            ring,
-                            n,
-                            table,
-                            plane,
-                            value,
-                            page_nbytes,
-                            after,
-                            seen,
-                            thread,
-                        )
+                        fetch(coming, pages_after, ring, n, source, after, seen, thread)
                     cp_async_commit()
                     cp_async_wait_1()
                     cuda.syncthreads()
-                    tile = uint32(ring + ((n & uint32(1)) ^ uint32(1)) * uint32(PLANE_NBYTES))
+                    tile = uint32(ring + ((n & uint32(1)) ^ uint32(1)) * uint32(stage_nbytes))
+                    factors = tile
+                    if packed:
+                        left = uint32(seen - block * uint32(BLOCK_KEYS))
+                        valid, is_value = uint32(TILE), i >= np
+                        if is_value:
+                            valid = uint32(left - uint32(i - np) * uint32(TILE))
+                        to = uint32(base + uint32(plane_at))
+                        open_plane(to, tile, valid, is_value, thread)
+                        factors, tile = uint32(tile + uint32(codes)), to
+                        cuda.syncthreads()
                     if i < np:
-                        score_tile(base, tile, i, scale * float32(LOG2E), warp, lane)
+                        score_tile(base, tile, factors, i, scale * float32(LOG2E), warp, lane)
                     else:
                         add_values(c, base, tile, uint32(i - np), warp, lane)
                     cuda.syncthreads()
@@ -167,4 +179,4 @@ def attention_decode_kernel(tiles: int, early: int):  # type: ignore[no-untyped-
             unit = uint32(unit + uint32(cuda.gridDim.x))
         cp_async_wait_0()
 
-    return Build(attention_decode, THREADS, unit_nbytes(tiles) + STAGES * PLANE_NBYTES + 128)
+    return Build(attention_decode, THREADS, ring_at + STAGES * stage_nbytes + 128)

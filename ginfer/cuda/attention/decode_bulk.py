@@ -10,6 +10,7 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
+from ginfer.cuda.attention.append import HEAD_DIM
 from ginfer.cuda.attention.decode_parts import (
     BLOCK_KEYS,
     BLOCK_TILES,
@@ -19,7 +20,7 @@ from ginfer.cuda.attention.decode_parts import (
     decode_parts,
     unit_nbytes,
 )
-from ginfer.cuda.attention.pages import TILE
+from ginfer.cuda.attention.pages import TILE, packed_plane, plane_opener
 from ginfer.cuda.lib.numeric import LOG2E, row_of_32
 from ginfer.cuda.lib.ptx import (
     bulk_copy_to_shared,
@@ -78,12 +79,21 @@ def _follow(early: int) -> Any:
     return wait if early else go_on
 
 
-def _producer(stages: int, early: int) -> Any:
+def _stage(packed: int) -> tuple[int, int]:
+    """Bytes of a plane, and of its scales."""
+    return packed_plane(HEAD_DIM) if packed else (PLANE_NBYTES, 0)
+
+
+def _producer(stages: int, packed: int, early: int) -> Any:
     """Device function of one thread that fetches the planes of all units of its block, in turns."""
     advance, follow, empty = _ring_step(stages), _follow(early), stages * 8
+    plane_nbytes, factors = _stage(packed)
+    stage_nbytes = plane_nbytes + factors
 
     @cuda.jit(device=True, inline="always")
-    def produce(kv, units, members, row, token, pages, ring, barrier, G, P, page_nbytes, layer):
+    def produce(kv, scales, work_tables, columns, ring, barrier, G, P, page_nbytes, layer):
+        units, members = work_tables
+        row, token, pages = columns
         work, grain = uint32(ld_global_u32(units) * G), ld_global_u32(units + 4)
         s, phase, unit, waits = uint32(0), uint32(1), uint32(cuda.blockIdx.x), uint32(1)
         while unit < work:
@@ -94,7 +104,7 @@ def _producer(stages: int, early: int) -> Any:
             known = ld_global_u32(row_of_32(token, t))
             known = uint32(known - t) if known > t else uint32(0)  # tokens before this forward
             last = uint32(_last_token(token, group, count) >> uint32(6))
-            plane = kv + int64(layer) + int64(uint32(unit - item * G)) * PLANE_NBYTES
+            plane = int64(layer) + int64(uint32(unit - item * G)) * plane_nbytes
             page = uint32(block * uint32(BLOCK_TILES))
             stop = min(uint32(page + grain * uint32(BLOCK_TILES)), uint32(last + uint32(1)))
             while page < stop:
@@ -106,14 +116,17 @@ def _producer(stages: int, early: int) -> Any:
                 while i < uint32(end + end - page):
                     at = i
                     if i >= end:
-                        source, at = plane + int64(G) * PLANE_NBYTES, uint32(i - end + page)
+                        source, at = plane + int64(G) * plane_nbytes, uint32(i - end + page)
                     place = ld_global_u32(row_of_32(table, at))
                     full = uint32(barrier + s * uint32(8))
                     mbarrier_wait(uint32(full + uint32(empty)), phase)
-                    mbarrier_expect_bytes(full, uint32(PLANE_NBYTES))
-                    to = uint32(ring + s * uint32(PLANE_NBYTES))
-                    from_page = source + int64(place) * int64(page_nbytes)
-                    bulk_copy_to_shared(to, from_page, uint32(PLANE_NBYTES), full)
+                    mbarrier_expect_bytes(full, uint32(stage_nbytes))
+                    to = uint32(ring + s * uint32(stage_nbytes))
+                    offset = source + int64(place) * int64(page_nbytes)
+                    bulk_copy_to_shared(to, kv + offset, uint32(plane_nbytes), full)
+                    if packed:
+                        to = uint32(to + uint32(plane_nbytes))
+                        bulk_copy_to_shared(to, scales + (offset >> 5), uint32(factors), full)
                     s, phase = advance(s, phase)
                     i = uint32(i + uint32(1))
                 page = end
@@ -124,12 +137,14 @@ def _producer(stages: int, early: int) -> Any:
     return produce
 
 
-def _consumer(tiles: int, stages: int) -> Any:
+def _consumer(tiles: int, stages: int, packed: int) -> Any:
     """Device function of the computing threads for one unit; returns the place in the ring."""
-    parts, advance = decode_parts(tiles), _ring_step(stages)
+    parts, advance = decode_parts(tiles, packed), _ring_step(stages)
     prepare, fetch_queries, score_tile, weigh = parts[:4]
     add_values, fold_block, write, zero_rows = parts[4:]
-    num_c, empty = tiles * 16, stages * 8
+    num_c, empty, stage_nbytes = tiles * 16, stages * 8, sum(_stage(packed))
+    codes, _ = _stage(packed)
+    open_plane = plane_opener(HEAD_DIM, THREADS)
 
     @cuda.jit(device=True, inline="always")
     def meet():
@@ -138,7 +153,7 @@ def _consumer(tiles: int, stages: int) -> Any:
     @cuda.jit(device=True, inline="always")
     def consume(partials, stats, qkgv, first, token, item, shared, heads, scale, s, phase):
         group, count, block, grain = item
-        base, ring, barrier = shared
+        base, ring, barrier, opened = shared
         g, H, G, M = heads
         thread = uint32(cuda.threadIdx.x)
         warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
@@ -161,17 +176,24 @@ def _consumer(tiles: int, stages: int) -> Any:
             while i < np + np:
                 full = uint32(barrier + s * uint32(8))
                 mbarrier_wait(full, phase)
-                plane = uint32(ring + s * uint32(PLANE_NBYTES))
+                plane = uint32(ring + s * uint32(stage_nbytes))
+                factors = uint32(plane + uint32(codes))
+                valid = uint32(TILE)
+                if i >= np:
+                    valid = min(valid, uint32(left - uint32(i - np) * uint32(TILE)))
+                if packed:
+                    to = uint32(opened + (i & uint32(1)) * uint32(PLANE_NBYTES))
+                    open_plane(to, plane, valid, i >= np, thread)
+                    plane = to
+                    meet()
+                elif valid < uint32(TILE):
+                    zero_rows(plane, valid, thread)
+                    fence_async_proxy()
+                    meet()
                 if i < np:
-                    score_tile(base, plane, i, scale, warp, lane)
+                    score_tile(base, plane, factors, i, scale, warp, lane)
                 else:
-                    j = uint32(i - np)
-                    valid = uint32(left - j * uint32(TILE))
-                    if valid < uint32(TILE):
-                        zero_rows(plane, valid, thread)
-                        fence_async_proxy()
-                        meet()
-                    add_values(c, base, plane, j, warp, lane)
+                    add_values(c, base, plane, uint32(i - np), warp, lane)
                 cuda.syncwarp()
                 mbarrier_arrive_if(uint32(full + uint32(empty)), chosen)
                 s, phase = advance(s, phase)
@@ -196,13 +218,15 @@ def _never(partials, stats, qkgv, first, token, item, shared, heads, scale, s, p
     return s, phase
 
 
-@kernel(*(int64,) * 10, *(uint32,) * 6, float32)
-def attention_decode_bulk_kernel(tiles: int, stages: int, early: int):  # type: ignore[no-untyped-def]
+@kernel(*(int64,) * 11, *(uint32,) * 6, float32)
+def attention_decode_bulk_kernel(tiles: int, stages: int, packed: int, early: int):  # type: ignore[no-untyped-def]
     """Arguments as those of `attention_decode_kernel`; stages of the ring. Units of few columns are
     computed as one tile of rows."""
-    produce, follow = _producer(stages, early), _follow(early)
-    few, many = _consumer(1, stages), _consumer(tiles, stages) if tiles > 1 else _never
-    barriers, empty, ring_at = 2 * stages, stages * 8, unit_nbytes(tiles)
+    produce, follow = _producer(stages, packed, early), _follow(early)
+    few = _consumer(1, stages, packed)
+    many = _consumer(tiles, stages, packed) if tiles > 1 else _never
+    barriers, empty, opened_at = 2 * stages, stages * 8, unit_nbytes(tiles)
+    ring_at = opened_at + (2 * PLANE_NBYTES if packed else 0)
     threads = THREADS + 32
 
     @cuda.jit(fastmath=True, launch_bounds=threads)
@@ -211,6 +235,7 @@ def attention_decode_bulk_kernel(tiles: int, stages: int, early: int):  # type: 
         stats,
         qkgv,
         kv,
+        scales,
         units,
         members,
         first,
@@ -238,14 +263,14 @@ def attention_decode_bulk_kernel(tiles: int, stages: int, early: int):  # type: 
         let_next_kernel_start()
         if warp == uint32(WARPS):
             if lane == 0:
-                produce(
-                    kv, units, members, row, token, pages, ring, barrier, G, P, page_nbytes, layer
-                )
+                tables, columns = (units, members), (row, token, pages)
+                produce(kv, scales, tables, columns, ring, barrier, G, P, page_nbytes, layer)
         else:
             follow()
             work, grain = uint32(ld_global_u32(units) * G), ld_global_u32(units + 4)
             s, phase, unit = uint32(0), uint32(0), uint32(cuda.blockIdx.x)
-            shared, factor = (base, ring, barrier), scale * float32(LOG2E)
+            shared = (base, ring, barrier, uint32(base + uint32(opened_at)))
+            factor = scale * float32(LOG2E)
             while unit < work:
                 place = div_u32(unit, G)
                 heads = (uint32(unit - place * G), H, G, M)
@@ -261,5 +286,5 @@ def attention_decode_bulk_kernel(tiles: int, stages: int, early: int):  # type: 
                     )
                 unit = uint32(unit + uint32(cuda.gridDim.x))
 
-    nbytes = unit_nbytes(tiles) + stages * PLANE_NBYTES + 128
+    nbytes = ring_at + stages * sum(_stage(packed)) + 128
     return Build(attention_decode_bulk, threads, nbytes, since_sm_90=True)

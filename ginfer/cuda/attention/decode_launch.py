@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 SMALL = 1  # tiles of 16 rows of a unit, when there are few columns
 LARGE = {"90a": 3, "80": 2, "90": 2}  # where a block has more than 99 KiB
-STAGES = {"90a": {1: 6, 3: 4}, "120a": {1: 2}}  # planes in the ring, with bulk copies
+STAGES = {  # planes in the ring by tiles, of BF16 and of codes, with bulk copies
+    "90a": {1: (6, 6), 3: (4, 5)},
+    "120a": {1: (2, 0)},
+}
 
 
 def large_tiles(capability: str) -> int:
@@ -29,19 +32,21 @@ def large_tiles(capability: str) -> int:
     return LARGE.get(capability, SMALL)
 
 
-def decode_kernel(capability: str, tiles: int) -> Kernel:
-    """The kernel for units of at most so many tiles."""
+def decode_kernel(capability: str, tiles: int, packed: bool = False) -> Kernel:
+    """The kernel for units of at most so many tiles and pages of one kind."""
     early = starts_early(capability)
-    if capability in STAGES:
-        return attention_decode_bulk_kernel(tiles, STAGES[capability][tiles], early)
-    return attention_decode_kernel(tiles, early)
+    stages = STAGES.get(capability, {}).get(tiles, (0, 0))[packed]
+    if stages:
+        return attention_decode_bulk_kernel(tiles, stages, packed, early)
+    return attention_decode_kernel(tiles, packed, early)
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
     """Both sizes of units; results in the orders that the next linear reads."""
     early = starts_early(capability)
     for tiles in sorted({SMALL, large_tiles(capability)}):
-        yield decode_kernel(capability, tiles)
+        for packed in (False, True):
+            yield decode_kernel(capability, tiles, packed)
     yield attention_merge_kernel(0, early)
     yield attention_merge_kernel(1, early)
 
@@ -85,10 +90,10 @@ def attention_decode(
     (address, layer_idx, pages), (columns, scratch) = kv, tables
     T, H, early = shape.T, shape.H, queue.early
     queue.launch(
-        decode_kernel(queue.image.capability, shape.tiles),
+        decode_kernel(queue.image.capability, shape.tiles, pages.packed),
         (shape.grid,),
-        *(scratch.partials, scratch.stats, qkgv, address, scratch.units, scratch.members),
-        *(scratch.first, columns.row, columns.token, columns.pages),
+        *(scratch.partials, scratch.stats, qkgv, address, pages.scales),
+        *(scratch.units, scratch.members, scratch.first, columns.row, columns.token, columns.pages),
         *(H, pages.G, H // pages.G, columns.P, pages.page_nbytes, pages.layer_offset(layer_idx)),
         shape.scale,
     )

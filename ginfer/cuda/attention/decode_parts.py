@@ -24,6 +24,7 @@ from ginfer.cuda.lib.ptx import (
     div_u32,
     exp2_approx,
     f32_from_bits,
+    f32_from_f16,
     fma_f32,
     ld_global_u32,
     ld_shared_f32,
@@ -35,6 +36,8 @@ from ginfer.cuda.lib.ptx import (
     st_shared_f32,
     st_shared_u32,
     st_shared_u32x4,
+    u16_high,
+    u16_low,
 )
 from ginfer.sizes import align_up
 
@@ -72,7 +75,8 @@ class Parts(NamedTuple):
 
     prepare(unit, members, first, token, count, slot, g, H, M, thread): facts of the rows.
     fetch_queries(unit, qkgv, members, count, g, H, G, M, thread): starts copying the rows' queries.
-    score_tile(unit, keys, tile, scale, warp, lane): tile 0..3 of a block. weigh(unit, block, warp,
+    score_tile(unit, keys, factors, tile, scale, warp, lane): tile 0..3 of a block; factors: scales
+    of packed keys. weigh(unit, block, warp,
     lane): weights of a block and the factors of its fold. add_values(c, unit, values, tile, warp,
     lane): c += weights values. fold_block(o, c, unit, lane): into the running sums; c becomes 0.
     write(o, partials, stats, unit, warp, lane). zero_rows(plane, valid, thread): tokens of a plane
@@ -89,7 +93,7 @@ class Parts(NamedTuple):
     zero_rows: Any
 
 
-def decode_parts(tiles: int) -> Parts:
+def decode_parts(tiles: int, packed: int) -> Parts:
     """The steps for units of `tiles` tiles of 16 rows; a thread has 16 sums per tile: of 32 dims of
     a warp in steps of 8."""
     D, rows = HEAD_DIM, tiles * 16
@@ -134,18 +138,38 @@ def decode_parts(tiles: int) -> Parts:
             i = uint32(i + uint32(THREADS))
 
     @cuda.jit(device=True, inline="always")
-    def score_tile(unit, keys, tile, scale, warp, lane):
-        c = cuda.local.array(num_scores, float32)
-        for i in range(num_scores):
-            c[i] = float32(0.0)
-        key = uint32(warp * uint32(8))
-        for pair in range(D // 32):
+    def score_panel(c, unit, keys, panel, key, lane):
+        for pair in range(2 * panel, 2 * panel + 2):
             b = key_pair(keys, key, uint32(pair * 2), lane)
             for m in range(tiles):
                 a = row_fragment(unit, uint32(m * 16), uint32(pair * 2), q_panel, lane)
                 mma_add(c, m * 4, a, b[0], b[1])
                 a = row_fragment(unit, uint32(m * 16), uint32(pair * 2 + 1), q_panel, lane)
                 mma_add(c, m * 4, a, b[2], b[3])
+
+    @cuda.jit(device=True, inline="always")
+    def scale_panel(c, part, at):
+        """c += part times the scales of its two keys, at a shared address; part becomes 0."""
+        pair = ld_shared_u32(at)
+        low, high = f32_from_f16(u16_low(pair)), f32_from_f16(u16_high(pair))
+        for i in range(num_scores):
+            c[i] = fma_f32(part[i], high if i & 1 else low, c[i])
+            part[i] = float32(0.0)
+
+    @cuda.jit(device=True, inline="always")
+    def score_tile(unit, keys, factors, tile, scale, warp, lane):
+        c = cuda.local.array(num_scores, float32)
+        part = cuda.local.array(num_scores, float32)
+        for i in range(num_scores):
+            c[i], part[i] = float32(0.0), float32(0.0)
+        key = uint32(warp * uint32(8))
+        at = uint32(factors + (key + (lane & uint32(3)) * uint32(2)) * uint32(2))
+        for panel in range(D // 64):
+            if packed:
+                score_panel(part, unit, keys, panel, key, lane)
+                scale_panel(c, part, uint32(at + uint32(panel * 2 * TILE)))
+            else:
+                score_panel(c, unit, keys, panel, key, lane)
         column = uint32(tile * uint32(TILE) + key + (lane & uint32(3)) * uint32(2))
         scores = uint32(unit + uint32(score_at) + column * uint32(4))
         for m in range(tiles):

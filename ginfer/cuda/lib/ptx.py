@@ -102,6 +102,7 @@ ldmatrix_x2 = ptx_op("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1}, [$2];", 
 f32_from_bits = ptx_op("mov.b32 $0, $1;", "f", "r", effects=False)
 bits_from_f32 = ptx_op("mov.b32 $0, $1;", "r", "f", effects=False)
 f32_from_f16 = ptx_op("cvt.f32.f16 $0, $1;", "f", "h", effects=False)
+f16_from_f32 = ptx_op("cvt.rn.f16.f32 $0, $1;", "h", "f", effects=False)
 bf16_from_f32 = ptx_op("cvt.rn.bf16.f32 $0, $1;", "h", "f", effects=False)
 bf16x2_from_f32 = ptx_op(
     "cvt.rn.bf16x2.f32 $0, $1, $2;", "r", "ff", effects=False

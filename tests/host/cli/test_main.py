@@ -34,7 +34,7 @@ MISTAKES = [
     ((DEMO, *PROMPT, "--tp", "many"), "--tp"),
     ((DEMO, *PROMPT, "--tp-fallback", "reject"), "tp_fallback needs an exact --tp"),
     ((DEMO, *PROMPT, "--spec", "dflash"), "spec is 'dflash'"),
-    ((DEMO, *PROMPT, "--kv-dtype", "int8"), "kv_dtype is 'int8'"),
+    ((DEMO, *PROMPT, "--kv-dtype", "fp8"), "kv_dtype is 'fp8'"),
     ((DEMO, *PROMPT, "--prefill-chunk", "100"), "prefill_chunk is 100"),
     ((DEMO, *PROMPT, "--max-context", "0"), "--max-context"),
     ((DEMO, *PROMPT, "--max-new", "0"), "--max-new"),

@@ -107,7 +107,7 @@ def test_every_option_of_serve_is_tried(package):
     options = {o for p in group.get_command(None, "serve").params for o in p.opts}
     assert options - {"package", "--preserve-thinking", "--kv-dtype"} <= tried
     assert config_of(package, "--preserve-thinking").defaults.preserve_thinking
-    assert config_of(package, "--kv-dtype", "bf16").engine.kv_dtype == "bf16"
+    assert config_of(package, "--kv-dtype", "int8").engine.kv_dtype == "int8"
 
 
 @pytest.mark.parametrize("tp", ["2", "4"])

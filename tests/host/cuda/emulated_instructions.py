@@ -346,6 +346,7 @@ _OTHERS = {
     "f32_from_bits": float_of,
     "bits_from_f32": bits_of,
     "f32_from_f16": lambda h: float(np.uint16(h).view(np.float16)),
+    "f16_from_f32": lambda x: int(np.float16(x).view(np.uint16)),
     "bf16_from_f32": bf16_bits,
     "bf16x2_from_f32": lambda high, low: bf16_bits(high) << 16 | bf16_bits(low),
     "exp2_approx": _exp2,

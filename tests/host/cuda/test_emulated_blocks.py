@@ -5,17 +5,20 @@ import pytest
 
 from ginfer.cuda.attention.decode import attention_decode_kernel
 from ginfer.cuda.attention.decode_bulk import attention_decode_bulk_kernel
-from tests.device_cases import (
+from tests.attention_cases import (
     attention_decode,
     attention_prefill,
     check_append,
     check_attention,
+    check_expand,
+    make_cache,
+)
+from tests.device_cases import (
     check_conv,
     check_embedding,
     check_gdn,
     check_rms_norm,
     gdn_step,
-    make_cache,
     make_gdn,
 )
 from tests.host.cuda.emulator import Emulator, emulated
@@ -42,7 +45,7 @@ def test_rms_norm(run, T, C):
 
 
 DECODE = {
-    "bulk": lambda tiles, early: attention_decode_bulk_kernel(tiles, 3, early),
+    "bulk": lambda tiles, *how: attention_decode_bulk_kernel(tiles, 3, *how),
     "copies": attention_decode_kernel,
 }
 
@@ -53,18 +56,23 @@ def decode(request):
 
 
 def test_decode_attention_over_shared_pages_and_tails(run, decode):
-    cache = make_cache(1, (3, 1), [(261, 1), (258, 2)], shared=4)
+    packed = run.early == 1  # pages of codes take the same ways otherwise
+    cache = make_cache(1, (3, 1), [(261, 1), (258, 2)], shared=4, packed=packed)
     check_append(run, cache)
-    item = decode(1, run.early)
+    item = decode(1, packed, run.early)
     check_attention(cache, attention_decode(run, cache, item, group=5, grid=2, grain=1))
+
+
+def test_pages_of_codes_are_opened_for_prefill(plain):
+    check_expand(plain, make_cache(3, (1, 1), [(130, 1), (65, 1)], packed=True))
 
 
 def test_neither_groups_nor_units_change_a_bit(plain, decode):
     cache = make_cache(2, (2, 1), [(258, 3)])
     check_append(plain, cache)
-    alone = attention_decode(plain, cache, decode(1, 0), group=1, grid=1, grain=1)
+    alone = attention_decode(plain, cache, decode(1, 0, 0), group=1, grid=1, grain=1)
     check_attention(cache, alone)
-    together = attention_decode(plain, cache, decode(2, 0), group=9, grid=1, grain=4)
+    together = attention_decode(plain, cache, decode(2, 0, 0), group=9, grid=1, grain=4)
     assert (together == alone).all()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.device_cases import check_append, check_attention, make_cache
+from tests.attention_cases import check_append, check_attention, make_cache
 from tests.host.cuda.emulator import Emulator
 from tests.prefill_cases import attention_prefill_wgmma
 

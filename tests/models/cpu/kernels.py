@@ -9,12 +9,14 @@ from numba import get_num_threads
 
 from ginfer.batch import ForwardBatch, Phase, WorkUnits
 from ginfer.cpu import attention, gdn
+from ginfer.cpu.kv_codec import Pages
 from ginfer.cpu.rope import frequency_axes, inverse_frequencies, rope_table
 from ginfer.cpu.stage import Staged, stage
-from ginfer.spec import BLOCK_TOKENS
+from ginfer.spec import BLOCK_TOKENS, KvCodec
 
 EPS = np.float32(1e-6)
 NAN = np.float32(np.nan)
+F16_NAN = np.uint16(0x7E00)
 BF16_NAN = np.uint16(0x7FC0)
 PAGE = 64
 
@@ -49,7 +51,8 @@ def poisoned(*shape: int) -> np.ndarray:
 
 @dataclass
 class Attention:
-    """Paged K/V of `pages` pages, all NaN, with two attention layers; the kernels use layer 1."""
+    """Paged K/V of `pages` pages, all NaN, with two attention layers; the kernels use layer 1. kv:
+    BF16 bits, or INT8 codes."""
 
     H: int
     G: int
@@ -58,11 +61,16 @@ class Attention:
     rotary: int = 16
     workers: int = 1  # of decode
     num_partials: int = 1 << 30
+    codec: KvCodec = KvCodec.BF16
     kv: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.heads = attention.Heads(self.H, self.G, self.D, np.float32(self.D**-0.5))
-        self.kv = np.full((self.pages, 2, 2, self.G, PAGE * self.D), BF16_NAN, np.uint16)
+        heads = (self.pages, 2, 2, self.G)
+        self.kv = np.full((*heads, PAGE * self.D), BF16_NAN, np.uint16)
+        self.scales = np.full((*heads, -(-self.D // 64), PAGE), F16_NAN, np.uint16)
+        if self.codec is KvCodec.INT8:
+            self.kv = np.ones(self.kv.shape, np.int8)
         r = np.random.default_rng(3)
         self.w_q, self.w_k = (r.uniform(0.5, 1.5, self.D).astype(np.float32) for _ in range(2))
         half = self.rotary // 2
@@ -86,6 +94,14 @@ class Attention:
         rope_table(cos, sin, staged.positions, axes, inverse_frequencies(1e4, F))
         return staged
 
+    @property
+    def planes(self) -> Pages:
+        """The pages as the kernels take them."""
+        empty = (0, *self.kv.shape[1:])
+        if self.codec is KvCodec.INT8:
+            return Pages(np.zeros(empty, np.uint16), self.kv, self.scales)
+        return Pages(self.kv, np.zeros(empty, np.int8), self.scales[:0])
+
     def run(
         self, batch: ForwardBatch, qkgv: np.ndarray, waves: tuple[tuple[int, int], ...] = ()
     ) -> np.ndarray:
@@ -94,27 +110,43 @@ class Attention:
         T, threads = batch.num_columns, get_num_threads()
         out = poisoned(T, self.H * self.D)
         weights = (self.w_q, self.w_k, self.heads, staged.columns)
+        kv = self.planes
+        rooms = np.zeros((threads, attention.room_elements(self.heads, kv)), np.uint16)
         if batch.phase is Phase.PREFILL:
             scratch = poisoned(threads, attention.prefill_scratch(self.heads))
-            attention.attention_prefill(out, x, self.kv, 1, *weights, staged.items, scratch, EPS)
+            spaces = (staged.items, scratch, rooms, EPS)
+            attention.attention_prefill(out, x, kv, 1, *weights, *spaces)
             return out
-        attention.append_columns(x, self.kv, 1, *weights, EPS)
+        attention.append_columns(x, kv, 1, *weights, EPS)
         scratch = poisoned(threads, attention.decode_scratch(self.heads))
         tables, first = (staged.columns, staged.work), staged.work.first
         for wave in waves or ((0, T),):
             slots = int(first[wave[1]] - first[wave[0]])
-            spaces = (poisoned(slots * self.H * self.D), poisoned(2, slots * self.H), scratch)
-            attention.attention_decode(out, x, self.kv, 1, self.heads, *tables, wave, *spaces)
+            spaces = (poisoned(slots * self.H * self.D), poisoned(2, slots * self.H))
+            last = (*spaces, scratch, rooms)
+            attention.attention_decode(out, x, kv, 1, self.heads, *tables, wave, *last)
         return out
 
     def history(self, page_table: np.ndarray, row: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values [n, G, D] of a row's first n tokens, read back from its pages."""
-        values = (self.kv.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        if self.codec is KvCodec.INT8:
+            values = self.kv.astype(np.float64) * self._factors()
+        else:
+            values = (self.kv.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         pages = values[page_table[row, : -(-n // PAGE)], 1]  # [P, 2, G, 64 D]
         k = pages[:, 0].reshape(len(pages), self.G, self.D, PAGE).transpose(0, 3, 1, 2)
         v = pages[:, 1].reshape(len(pages), self.G, PAGE, self.D).transpose(0, 2, 1, 3)
         flat = (-1, self.G, self.D)
         return k.reshape(flat)[:n], v.reshape(flat)[:n]
+
+    def _factors(self) -> np.ndarray:
+        """The scale of each code, in the order of the codes."""
+        scales = self.scales.view(np.float16).astype(np.float64)
+        wide = np.repeat(scales, 64, axis=-2)[..., : self.D, :]
+        wide = wide.reshape(self.kv.shape)
+        values = wide[:, :, 1].reshape(-1, self.D, PAGE).swapaxes(-1, -2)
+        wide[:, :, 1] = values.reshape(wide[:, :, 1].shape)
+        return wide
 
 
 @dataclass

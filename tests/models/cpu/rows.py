@@ -108,7 +108,8 @@ class Rig:
 
     def bits(self) -> dict[str, np.ndarray]:
         """Copies of K/V, state and history."""
-        return {name: self.backend._buffers[name].copy() for name in ("kv", "state", "history")}
+        buffers = {name: self.backend._buffers[name].copy() for name in ("state", "history")}
+        return {"kv": self.backend._kv.bits.copy(), **buffers}
 
 
 def logprobs(selection: Selection) -> np.ndarray:

@@ -10,6 +10,7 @@ import pytest
 
 from ginfer.batch import ForwardBatch, Phase
 from ginfer.engine.work_items import work_items
+from ginfer.spec import KvCodec
 from tests.host.engine.test_work_items import sharing_tree
 from tests.models.cpu.kernels import BF16_NAN, PAGE, Attention, batch_of
 from tests.oracles.attention import attention, round_bf16
@@ -61,6 +62,39 @@ def test_prefill_from_nothing_follows_the_oracle(H: int, G: int, D: int, T: int)
     np.testing.assert_array_equal(v, want_v)
     np.testing.assert_allclose(k, want_k, rtol=2**-8, atol=1e-6)
     ATTENTION_F32.check(out, _oracle(a, qkgv, 0, k, v))
+
+
+def _quantised(x: np.ndarray) -> np.ndarray:
+    """BF16 values [..., D] through INT8 codes with an F16 scale per 64 dims."""
+    out = np.zeros_like(x)
+    for d in range(0, x.shape[-1], 64):
+        part = x[..., d : d + 64]
+        top = np.abs(part).max(-1, keepdims=True)
+        scale = (top / 127).astype(np.float16).astype(np.float32)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            codes = np.where(scale > 0, np.rint(part * (np.float32(1) / scale)), 0)
+        out[..., d : d + 64] = codes.clip(-127, 127) * scale
+    return out
+
+
+@pytest.mark.parametrize(("H", "G", "D"), [(2, 1, 32), (3, 1, 256), (4, 2, 80)])
+@pytest.mark.parametrize("phase", [PREFILL, DECODE])
+def test_int8_pages_hold_what_the_codec_says(phase: Phase, H: int, G: int, D: int) -> None:
+    a = Attention(H, G, D, pages=8, codec=KvCodec.INT8)
+    pages, T = _pages(1, 5, 8), 261
+    qkgv = _inputs(a, T)
+    qkgv[7] *= 1e-3
+    qkgv[9, (H + G) * D :] = 0
+    a.run(batch_of(PREFILL, [T - 3], [0], pages), qkgv[:-3])
+    out = a.run(batch_of(phase, [3], [T - 3], pages), qkgv[-3:])
+    k, v = a.history(pages, 0, T)
+    want_k, want_v = _expected_kv(a, qkgv, 0)
+    np.testing.assert_array_equal(v, _quantised(want_v.astype(np.float32)))
+    off = np.abs(k - _quantised(round_bf16(want_k).astype(np.float32)))
+    assert (off <= 1.01 * np.nanmax(a._factors())).all()
+    assert np.mean(off > 0) < 0.02  # where rounding to BF16 went the other way
+    k, v = (round_bf16(x.astype(np.float32)) for x in (k, v))
+    ATTENTION_F32.check(out, _oracle(a, qkgv[-3:], T - 3, k, v))
 
 
 @pytest.mark.parametrize("phase", [PREFILL, DECODE])

@@ -43,7 +43,7 @@ def rig(shared):
     for slot in range(8):
         shared.backend.clear_slot(slot)
     shared.backend.reset_rows(range(8))
-    shared.backend._buffers["kv"][:] = 0x7FC0  # a page holds NaN until a token is written
+    shared.backend._kv.bits[:] = 0x7FC0  # a page holds NaN until a token is written
     return shared
 
 
@@ -87,7 +87,7 @@ def test_prefill_has_the_same_bits_for_any_chunks(rig, cuts: list[int]) -> None:
     want = logprobs(rig.run(PREFILL, [Part(ids, 0, PAGES)], [299]))
     whole = rig.bits()
     rig.backend.clear_slot(0)
-    rig.backend._buffers["kv"][:] = 0x7FC0
+    rig.backend._kv.bits[:] = 0x7FC0
     for t0, t1 in zip([0, *cuts], [*cuts, 300]):
         columns = [t1 - t0 - 1] if t1 == 300 else []
         got = rig.run(PREFILL, [Part(ids[t0:t1], t0, PAGES)], columns)
@@ -115,7 +115,7 @@ def test_rows_have_the_same_bits_alone_and_in_company(rig) -> None:
     bits = rig.bits()
     for slot in range(8):
         rig.backend.clear_slot(slot)
-    rig.backend._buffers["kv"][:] = 0x7FC0
+    rig.backend._kv.bits[:] = 0x7FC0
     _prefill_all(rig, together=False)
     for row, part in enumerate(after):
         np.testing.assert_array_equal(logprobs(rig.run(DECODE, [part], [0]))[0], want[row])
@@ -318,7 +318,7 @@ def test_a_snapshot_gives_the_state_back_bit_for_bit(tensors) -> None:
     backend.park_units(units, host)
     backend.park_pages([0, 1], [23, 22])
     for unit in (*units, 0, 1):
-        backend._buffers["kv"][unit] = 0x7FC0
+        backend._kv.bits[unit] = 0x7FC0
     backend.clear_slot(5)
     backend.load_parked_state(host, 5)
     backend.unpark_pages([22, 23], [7, 6])
@@ -347,11 +347,11 @@ def test_memory_given_back_is_not_resident_until_it_is_taken_back(tensors) -> No
     whole, resident = backend.ledger()["arena"], resident_nbytes()
     assert whole == 16 << 20
     rig.run(PREFILL, [Part(MODEL.prompt(64), 0, [0])])
-    page = backend._buffers["kv"][0].copy()
+    page = backend._kv.bits[0].copy()
     backend.give_back(range(1, 8))
     assert backend.ledger()["arena"] == 2 << 20
     assert resident_nbytes() < resident - (12 << 20)
-    np.testing.assert_array_equal(backend._buffers["kv"][0], page)
+    np.testing.assert_array_equal(backend._kv.bits[0], page)
     backend.take_back()
     assert backend.ledger()["arena"] == whole
     assert resident_nbytes() > resident - (1 << 20)
