@@ -1,8 +1,8 @@
 """Launch plans: how an op is tiled for a shape on a capability, which changes speed, never numbers.
 
 A family is a frozen dataclass below LaunchPlan. Its measured plans lie in `ginfer/cuda/plans`, by
-op and bucket, the shape that a plan was measured at. A look-up never searches: the exact
-bucket, the nearest one whose plan supports the shape, the family's default.
+op and bucket, the shape that a plan was measured at. A look-up never searches: the exact bucket,
+the nearest one within a factor of two whose plan supports the shape, the family's default.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ class PlanTable:
         return plan
 
     def _nearest(self, op: str, shape: Shape) -> list[LaunchPlan]:
-        """The plans of `op`, nearest bucket first; of two equally near ones the smaller."""
+        """The plans of `op`, nearest bucket first; of two equally near ones the smaller. What was
+        measured further away says little."""
         buckets = sorted(
             (_distance(bucket, shape), bucket)
             for name, bucket in self.plans
             if name == op and len(bucket) == len(shape)
         )
-        return [self.plans[op, bucket] for _, bucket in buckets]
+        return [self.plans[op, bucket] for distance, bucket in buckets if distance < 1]
 
 
 def _distance(bucket: Shape, shape: Shape) -> float:

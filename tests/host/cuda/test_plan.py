@@ -38,12 +38,15 @@ TABLE = PlanTable(
     ("shape", "tile"),
     [
         ((1024, 64), 256),  # exact
-        ((2048, 64), 256),  # nearest
+        ((1536, 64), 256),  # nearest
+        ((2048, 64), 1),  # twice as large: the default
+        ((1280, 96), 256),
+        ((1536, 96), 1),
         ((768, 64), 256),  # nearer to 1024 than to 512, as ratios go
         ((640, 64), 128),
         ((896, 64), 128),  # 256 is nearer but not legal
-        ((96, 64), 32),  # the exact bucket is another op's
-        ((7, 64), 1),  # none is legal: the default
+        ((96, 64), 1),  # the exact bucket is another op's
+        ((321, 64), 1),  # none is legal: the default
         ((1024,), 1),  # buckets of another rank do not count
     ],
 )
@@ -52,10 +55,10 @@ def test_look_up_order(shape, tile):
 
 
 def test_of_two_equally_near_buckets_the_smaller_wins():
-    table = PlanTable("90a", {("r", (4, 1)): RowPlan(4), ("r", (1, 1)): RowPlan(2)})
-    assert table.find("r", RowPlan, (2, 1)) == RowPlan(2)
+    table = PlanTable("90a", {("r", (9, 1)): RowPlan(3), ("r", (4, 1)): RowPlan(2)})
+    assert table.find("r", RowPlan, (6, 1)) == RowPlan(2)
     turned = PlanTable("90a", dict(reversed(list(table.plans.items()))))
-    assert turned.find("r", RowPlan, (2, 1)) == RowPlan(2)
+    assert turned.find("r", RowPlan, (6, 1)) == RowPlan(2)
 
 
 def test_a_shape_without_a_legal_plan_is_named():
