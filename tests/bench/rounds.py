@@ -1,6 +1,6 @@
 """Decode rounds of a whole model on a GPU: tokens/s, fractions of the read ceiling, parts, start.
 
-python -m tests.bench.rounds PACKAGE [--out FILE] [--commit SHA]     needs torch with CUDA
+python -m tests.bench.rounds PACKAGE [--start] [--out FILE] [--commit SHA]     needs torch with CUDA
 
 Contexts are histories of `ginfer.engine.bench`. Bytes of a round: every matrix once, K/V of all
 rows, recurrent state read and written. The read ceiling is a float32 sum over 8 GB in the same run.
@@ -53,6 +53,7 @@ PARTS = {
     "linear": "ginfer.cuda.linear.",
     "attention": "ginfer.cuda.attention.",
     "gdn": "ginfer.cuda.gdn.",
+    "norm": "ginfer.cuda.norm",
 }
 REPLAYS = 7
 READERS = 8
@@ -123,27 +124,34 @@ def raw_read_s(path: Path) -> float:
     return time.perf_counter() - start
 
 
-def timed_start(package: Path, **options: Any) -> tuple[Engine, Figures]:
-    """An engine started from a cold file, and figures of its start."""
+def timed_start(package: Path, *, cold: bool) -> tuple[Engine, Figures]:
+    """An engine, and figures of its start. cold: from a file that is not in the page cache, with
+    the time that reading it takes."""
     marks: dict[str, float] = {}
 
     def progress(stage: str, done: int, total: int) -> None:
         marks.setdefault(f"first {stage}", time.perf_counter())
         marks[f"last {stage}"] = time.perf_counter()
 
-    raw = raw_read_s(package)
-    drop_cache(package)
+    raw = raw_read_s(package) if cold else 0.0
+    if cold:
+        drop_cache(package)
     start = time.perf_counter()
-    engine = Engine.open(EngineConfig(package=package, backend="cuda", **options), progress)
+    engine = Engine.open(EngineConfig(package=package, backend="cuda"), progress)
     ready = time.perf_counter()
+    before = marks["first load"] - start
     load = marks["last load"] - marks["first load"]
+    after = ready - marks["last load"]
     print(
         f"raw read {raw:.1f} s; start {ready - start:.1f} s: before the first payload "
-        f"{marks['first load'] - start:.1f}, load {load:.1f}, then {ready - marks['last load']:.1f}"
+        f"{before:.1f}, load {load:.1f}, then {after:.1f}",
+        flush=True,
     )
+    if not cold:
+        return engine, {}
     return engine, {
         "start.load_over_read": (load / raw, "ratio"),
-        "start.ready_after_load_s": (ready - marks["last load"], "s"),
+        "start.ready_after_load_s": (after, "s"),
         "start.ready_s": (ready - start, "s"),
     }
 
@@ -158,8 +166,8 @@ class Parts:
         self._timer = Timer(self._stream)
 
     def measure(self) -> dict[str, float]:
-        """Microseconds of the whole forward, of each part, and of what is left as `rest`: norms,
-        embedding, and what overlaps or stands idle."""
+        """Microseconds of the whole forward, of each part, of what is left of it as `rest` (what
+        stands idle, less what overlaps), and of the selection behind it."""
         whole = self._time(self._backend._graphs[self._rows])
         found = {"forward": whole}
         for name, prefix in PARTS.items():
@@ -170,6 +178,7 @@ class Parts:
         found["head"] = self._time(graph)
         graph.close()
         found["rest"] = whole - sum(us for name, us in found.items() if name != "forward")
+        found["selection"] = self._time(self._backend._selector._graphs[self._rows, False])
         return found
 
     def _time(self, graph: Graph) -> float:
@@ -246,7 +255,8 @@ class Rounds:
             flush=True,
         )
         if parts:
-            self._parts(rows, (kib, context), parts | {"selection": round_us - parts["forward"]})
+            idle = round_us - parts["forward"] - parts["selection"]
+            self._parts(rows, (kib, context), parts | {"between": idle})
         return steady.tokens_per_s
 
     def _parts(self, rows: int, context: tuple[int, int], parts: dict[str, float]) -> None:
@@ -270,24 +280,24 @@ def memory_error(engine: Engine, before: int, device: Device) -> float:
     return abs(counted - gone) / gone
 
 
-def measure(package: Path, ceiling: float, contexts: tuple[int, ...]) -> Iterator[Figures]:
+def measure(options: argparse.Namespace, ceiling: float) -> Iterator[Figures]:
     """Figures of everything, as they come."""
     device = Device()
     before = device.free_nbytes()
-    load, spec = load_of(package)
-    engine, start = timed_start(package)
+    load, spec = load_of(options.package)
+    engine, start = timed_start(options.package, cold=options.start)
     yield start
     with engine:
         yield {"memory.ledger_error": (memory_error(engine, before, device), "fraction")}
         rounds = Rounds(engine, load, ceiling)
-        for context in contexts:
+        for context in options.contexts:
             speeds = {}
-            for rows in ROWS:
+            for rows in options.rows:
                 tokens = context * KIB_TOKENS
                 if tokens <= spec.max_context and rounds.fits(rows, tokens):
                     speeds[rows] = rounds.decode(rows, tokens)
                     yield rounds.figures
-            if context == 1:
+            if context == 1 and {1, 8} <= speeds.keys():
                 yield {"decode.c8_over_c1": (speeds[8] / speeds[1], "ratio")}
 
 
@@ -303,6 +313,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("package", type=Path)
     parser.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS, help="x 1024 tokens")
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="requests together")
+    parser.add_argument("--start", action="store_true", help="from a cold file, with figures of it")
     parser.add_argument("--out", type=Path, nargs="?", const=SUMMARY, help="merge figures into it")
     parser.add_argument("--commit", default="", help="the commit to record; default: git's")
     options = parser.parse_args()
@@ -310,7 +322,7 @@ def main() -> None:
     print(f"read ceiling {ceiling / 1e6:.2f} TB/s", flush=True)
     figures: Figures = {"read.ceiling_tb_s": (ceiling / 1e6, "TB/s")}
     name = Device().info.name
-    for found in measure(options.package, ceiling, tuple(options.contexts)):
+    for found in measure(options, ceiling):
         figures |= found
         if options.out:
             record(figures, name, path=options.out, commit=options.commit)
