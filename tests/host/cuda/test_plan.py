@@ -55,10 +55,10 @@ def test_look_up_order(shape, tile):
 
 
 def test_of_two_equally_near_buckets_the_smaller_wins():
-    table = PlanTable("90a", {("r", (9, 1)): RowPlan(3), ("r", (4, 1)): RowPlan(2)})
-    assert table.find("r", RowPlan, (6, 1)) == RowPlan(2)
+    table = PlanTable("90a", {("r", (3, 2)): RowPlan(1), ("r", (2, 3)): RowPlan(2)})
+    assert table.find("r", RowPlan, (2, 2)) == RowPlan(2)
     turned = PlanTable("90a", dict(reversed(list(table.plans.items()))))
-    assert turned.find("r", RowPlan, (6, 1)) == RowPlan(2)
+    assert turned.find("r", RowPlan, (2, 2)) == RowPlan(2)
 
 
 def test_a_shape_without_a_legal_plan_is_named():
