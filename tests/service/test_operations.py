@@ -37,10 +37,14 @@ def _events(path: Path) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
 
 
-def _wait_events(path: Path, name: str, count: int) -> list[dict[str, Any]]:
-    """The events of one name, once there are so many."""
+def _wait_events(path: Path, name: str, count: int, word: str = "") -> list[dict[str, Any]]:
+    """The events of one name that hold a word, once there are so many."""
     deadline = time.monotonic() + DEADLINE_S
-    while len(found := [e for e in _events(path) if e["event"] == name]) < count:
+
+    def find() -> list[dict[str, Any]]:
+        return [e for e in _events(path) if e["event"] == name and word in str(e)]
+
+    while len(found := find()) < count:
         assert time.monotonic() < deadline, f"{len(found)} of {count} {name}"
         time.sleep(0.02)
     return found
@@ -201,7 +205,7 @@ def test_a_frozen_engine_is_killed_and_started_anew(watched: Server, folder: Pat
     assert error["code"] == "engine_restarted"
     assert "froze" in error["message"]
     assert watched.ready()[1]["status"] == "restarting" or watched.engine_pid != pid
-    lost = [e for e in _wait_events(folder / "log", "request_error", 1) if "froze" in str(e)]
+    lost = _wait_events(folder / "log", "request_error", 1, "froze")
     assert lost[-1]["request"]["request_id"] == "frozen"
     _wait_ready(watched)
     assert watched.engine_pid != pid
@@ -306,14 +310,9 @@ def test_a_call_that_is_cut_is_counted_and_logged(watched: Server, folder: Path)
     body = _post(watched, call | {"max_tokens": 12}, x_request_id="cut")[2]
     assert body["choices"][0]["finish_reason"] == "length"
     assert watched.metrics(headers)["ginfer_tool_calls_malformed_total"] == before + 1
-    deadline = time.monotonic() + DEADLINE_S
-    done: list[dict[str, Any]] = []
-    while not done:
-        assert time.monotonic() < deadline
-        events = _wait_events(folder / "log", "request_done", 1)
-        done = [e for e in events if e["request"]["request_id"] == "cut"]
-    assert done[0]["result"]["malformed_tool_call_count"] == 1
-    assert done[0]["result"]["tool_call_count"] == 0
+    (done,) = _wait_events(folder / "log", "request_done", 1, "'request_id': 'cut'")
+    assert done["result"]["malformed_tool_call_count"] == 1
+    assert done["result"]["tool_call_count"] == 0
 
 
 def test_kill_9_leaves_the_log_whole_and_sigterm_loses_no_accepted_request(tmp_path: Path) -> None:
