@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RESTART_FIRST_S = 1.0
+RESTART_SECOND_S = 1.0  # the first restart is at once, the second after this, then ever later
 RESTART_MAX_S = 30.0
 STABLE_S = 60.0  # an engine that served so long starts the back-off anew
 EXIT_TIMEOUT_S = 5.0
@@ -41,9 +41,10 @@ class EngineBridge:
     """An EngineClient over a socket pair, and the supervisor of the process behind it.
 
     The child ends when its socket closes, so it cannot outlive this process. When it dies, its
-    requests end with Failed(engine_restarted), and it is started again after a growing pause. Only
-    a failure before the engine was ever ready is final: then the operator is looking. One that is
-    frozen for watchdog_s is killed. log_format: of the lines that the child writes to stderr.
+    requests end with Failed(engine_restarted), and it is started again: at once, later after a
+    growing pause. Only a failure before the engine was ever ready is final: then the operator is
+    looking. One that is frozen for watchdog_s is killed. log_format: of the lines that the child
+    writes to stderr.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class EngineBridge:
 
     async def _supervise(self) -> None:
         loop = asyncio.get_running_loop()
-        pause = RESTART_FIRST_S
+        pause = 0.0
         while True:
             begun = loop.time()
             reason = await self._run_child()
@@ -172,12 +173,12 @@ class EngineBridge:
                 self._settled.set()
                 return
             if loop.time() - begun > STABLE_S:
-                pause = RESTART_FIRST_S
+                pause = 0.0
             logger.error("%s; restarting in %.0f s", reason, pause)
             self._set_state(EnginePhase.RESTARTING, f"{reason}; the engine is restarting")
             self._num_restarts += 1
             await asyncio.sleep(pause)
-            pause = min(2 * pause, RESTART_MAX_S)
+            pause = min(max(2 * pause, RESTART_SECOND_S), RESTART_MAX_S)
 
     async def _run_child(self) -> str:
         """One life of the engine process, from start to end; returns why it ended."""
