@@ -12,13 +12,12 @@ Sixteen warps: warp w has row tile w % tiles, and part w / tiles of the keys (sc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from numba import cuda, float32, int64, uint32
 
-from ginfer.cuda.attention.append import HEAD_DIM, Columns
-from ginfer.cuda.attention.pages import PANEL_NBYTES, TILE, PageShape, chunk_at, fetch_tile
+from ginfer.cuda.attention.append import HEAD_DIM
+from ginfer.cuda.attention.pages import PANEL_NBYTES, TILE, chunk_at, fetch_tile
 from ginfer.cuda.attention.products import key_pair, mma_add, row_fragment, value_pair
 from ginfer.cuda.lib.numeric import (
     LOG2E,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ginfer.cuda.runtime.jit import Kernel
-    from ginfer.cuda.runtime.queue import Queue
 
 BLOCK_TILES = 2048 // TILE
 THREADS = 512
@@ -338,36 +336,5 @@ def form_of(capability: str) -> tuple[int, int]:
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """One kernel."""
+    """One kernel; on sm_90a it runs in tests alone."""
     yield attention_prefill_kernel(*form_of(capability), starts_early(capability))
-
-
-@dataclass(frozen=True)
-class PrefillAttention:
-    """items: address of the work items and their number; H: query heads; scale of the scores."""
-
-    items: int
-    num_items: int
-    H: int
-    scale: float
-
-
-def attention_prefill(
-    queue: Queue,
-    out: int,
-    qkgv: int,
-    *,
-    kv: tuple[int, int, PageShape],
-    columns: Columns,
-    shape: PrefillAttention,
-) -> None:
-    """out [T, H D] BF16 = gated attention of columns whose q, k, v have been prepared by `append`.
-    kv: address of page 0, attention layer, shape of the pages."""
-    address, layer_idx, pages = kv
-    queue.launch(
-        attention_prefill_kernel(*form_of(queue.image.capability), queue.early),
-        (shape.num_items * shape.H,),
-        *(out, qkgv, address, shape.items, columns.row, columns.token, columns.pages),
-        *(shape.H, pages.G, columns.P, pages.page_nbytes, pages.layer_offset(layer_idx)),
-        shape.scale,
-    )
