@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ginfer.cuda.linear.decode import X_TILE
 from ginfer.cuda.linear.decode_launch import (
     DecodeLinear,
     DecodeScratch,
@@ -23,6 +22,7 @@ from ginfer.cuda.linear.decode_launch import (
     linear_decode,
     scratch_nbytes,
 )
+from ginfer.cuda.linear.decode_multiply import X_TILE
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.prefill_launch import (
     LinearPrefillPlan,

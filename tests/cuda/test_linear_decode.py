@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from ginfer.cuda.linear.decode import linear_decode_kernel, x_offset
+from ginfer.cuda.lib.fragment import fragment_offset
 from ginfer.cuda.linear.decode_launch import (
     DecodeLinear,
     DecodeScratch,
@@ -18,7 +18,7 @@ from ginfer.cuda.linear.decode_launch import (
     scratch_nbytes,
 )
 from ginfer.cuda.linear.epilogue import Epilogue
-from ginfer.cuda.linear.variants import EPILOGUES, LinearDecodePlan
+from ginfer.cuda.linear.variants import EPILOGUES, decode_kernel
 from ginfer.cuda.runtime.graph import Graph
 from ginfer.formats import FORMATS, TILE_NBYTES, Layout, payload_nbytes
 from ginfer.sizes import align_up, div_ceil
@@ -72,7 +72,7 @@ def offsets(T, K, padded_K):
     columns = np.arange(K)[None]
     return np.concatenate(
         [
-            first * padded_K + x_offset(np.arange(count)[:, None], columns, NT) // 2
+            first * padded_K + fragment_offset(np.arange(count)[:, None], columns, NT) // 2
             for first, count, NT in parts_of(T)
         ]
     )
@@ -168,15 +168,12 @@ def split_launch(split, grid=None):
 
     def launch(case, x, y, T, epilogue):
         NT = column_tiles(T)
-        plan = case.image.plans.find(
-            "linear_decode", LinearDecodePlan, (case.N, case.K, NT, TILE_NBYTES[case.fmt])
-        )
-        form = (case.fmt, plan.warps, plan.M, NT, plan.span, plan.stages, epilogue)
+        shape = (case.N, case.K, NT, TILE_NBYTES[case.fmt])
+        item, _ = decode_kernel(case.image.plans, case.fmt, shape, epilogue)
         whole, slices = split
         items = whole + (case.blocks - whole) * slices
         addresses = (case.w.address, x, y, case.workspace.address, case.counters.address)
         scalars = (case.k_tiles, case.blocks, whole, slices, T, case.N)
-        item = linear_decode_kernel(*form)
         case.image.launch(item, (grid or items,), case.stream, *addresses, *scalars, dependent=True)
 
     return launch

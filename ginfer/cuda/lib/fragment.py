@@ -16,12 +16,10 @@ GROUP = 64  # tokens of a launch
 
 
 def fragment_offset(t: Any, k: Any, num_col_tiles: Any) -> Any:
-    """Byte offset of element (token t of a group, column k)."""
-    tile, step, col = k >> 6, (k >> 4) & 3, k & 15
-    lane = (t & 7) * 4 + ((col & 7) >> 1)
-    word = (step & 1) * 2 + (col >> 3)
-    block = (tile * num_col_tiles + (t >> 3)) * 2 + (step >> 1)
-    return block * 512 + lane * 16 + word * 4 + (col & 1) * 2
+    """Byte offset of element (token t of a group, column k): [k tile of 64][token tile of 8][8
+    columns][token][column], the core matrices of wgmma and ldmatrix."""
+    block = (k >> 6) * num_col_tiles + (t >> 3)
+    return block * 1024 + ((k >> 3) & 7) * 128 + (t & 7) * 16 + (k & 7) * 2
 
 
 _offset = cuda.jit(device=True, inline="always")(fragment_offset)

@@ -7,40 +7,36 @@ slices of K, for RB blocks of 128 rows. Rows that do not fill the machine evenly
 come first: their exchange hides behind the whole rows that follow. A producer warp streams the
 weights of an item into a ring with bulk copies, before the wait for the previous kernel; another
 one streams the tokens after it (in one warp the wait would stop the weights too). Consumer warps
-own 16 M rows each. A scale group is one chain of mma.m16n8k16 that starts at zero and is scaled and
-added in FP32, in ascending k. A slice's sum starts at zero; the last block to arrive adds the
+own 16 M rows each; their products are in `decode_multiply`. A slice's sum starts at zero; the last block to arrive adds the
 slices in ascending order. Slices are a function of (N, K), see `k_slices`, and no plan changes an
 order: a column has the same bits at every width.
 
-Tokens arrive in fragment order: [k tile of 64][NT][half 0..1][lane][16 B], where a lane holds b0,
-b1 of k16 steps 2 half and 2 half + 1 (token = lane / 4, k = 2 (lane % 4) + 0, 1 and + 8). Padding
-of K and of tokens is zero in that buffer. `x_offset` gives the place of an element.
+Tokens arrive in the order of `fragment_offset`; padding of K and of tokens is zero there.
 """
 
 from __future__ import annotations
 
 from numba import cuda, float32, int64, uint32
 
+from ginfer.cuda.lib.fragment import fragment_offset
+from ginfer.cuda.lib.numeric import silu
 from ginfer.cuda.lib.ptx import (
     atomic_inc_u32,
     bf16_from_f32,
     bulk_copy_to_shared,
     div_u32,
-    exp2_approx,
     f32_from_bits,
     fence_async_proxy,
-    fma_f32,
+    first_lane_u32,
     ld_global_f32x4,
     ld_global_u16,
     ld_shared_f32,
     ld_shared_u32,
-    ld_shared_u32x4,
     let_next_kernel_start,
-    mbarrier_arrive,
+    mbarrier_arrive_if,
     mbarrier_expect_bytes,
     mbarrier_init,
-    mbarrier_try_wait,
-    mma_m16n8k16_bf16,
+    mbarrier_wait,
     named_barrier,
     shared_address,
     st_global_f32,
@@ -50,152 +46,17 @@ from ginfer.cuda.lib.ptx import (
     st_shared_u32,
     wait_for_previous_kernel,
 )
+from ginfer.cuda.lib.wgmma_scaled import declare_sums
+from ginfer.cuda.linear.decode_multiply import X_TILE, by_mma, by_wgmma
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 
-X_TILE = 1024  # bytes of 8 tokens x 64 columns
 SLICE_TILES = 4  # slices of K begin at multiples of 256 columns
 ALIGNMENT = 128
 
 
-def x_offset(t, k, num_col_tiles):
-    """Byte offset of element (token t, column k) in the fragment-ordered token buffer."""
-    tile, step, col = k >> 6, (k >> 4) & 3, k & 15
-    lane = (t & 7) * 4 + ((col & 7) >> 1)
-    word = (step & 1) * 2 + (col >> 3)
-    block = (tile * num_col_tiles + (t >> 3)) * 2 + (step >> 1)
-    return block * 512 + lane * 16 + word * 4 + (col & 1) * 2
-
-
-x_offset_device = cuda.jit(device=True, inline="always")(x_offset)
-
-
-@cuda.jit(device=True, inline="always")
-def silu(v):
-    """v * sigmoid(v) in FP32."""
-    return v / (float32(1.0) + exp2_approx(v * float32(-1.4426950408889634)))
-
-
-@cuda.jit(device=True, inline="always")
-def mma_into(d, p, a0, a1, a2, a3, b0, b1):
-    """d[p : p + 4] += A B."""
-    r = mma_m16n8k16_bf16(a0, a1, a2, a3, b0, b1, d[p], d[p + 1], d[p + 2], d[p + 3])
-    for i in range(4):
-        d[p + i] = r[i]
-
-
-@cuda.jit(device=True, inline="always")
-def add_scaled(c, p, d, q, low, high):
-    """c[p : p + 4] += d[q : q + 4] * scales of rows g and g + 8."""
-    c[p] = fma_f32(d[q], low, c[p])
-    c[p + 1] = fma_f32(d[q + 1], low, c[p + 1])
-    c[p + 2] = fma_f32(d[q + 2], high, c[p + 2])
-    c[p + 3] = fma_f32(d[q + 3], high, c[p + 3])
-
-
-def _multiply_narrow(fmt, M, NT, span, slab):
-    """Device function: c += `span` k tiles at once, all their chains of mma side by side."""
-    f = UNPACK[fmt]
-    load, fragment, scales, groups = f.load, f.fragment, f.scales, f.groups
-    tile_bytes, words = f.tile_nbytes, f.words
-    num_words, num_scales = span * M * words, span * M * groups
-    num_d, num_b = span * groups * M * NT * 4, span * NT * 4
-
-    @cuda.jit(device=True, inline="always")
-    def multiply(c, weights, tokens, warp, lane):
-        v = cuda.local.array(num_words, uint32)
-        low = cuda.local.array(num_scales, float32)
-        high = cuda.local.array(num_scales, float32)
-        d = cuda.local.array(num_d, float32)
-        b = cuda.local.array(num_b, uint32)
-        rows = uint32(warp * uint32(M))
-        base = uint32(weights + (rows >> uint32(3)) * uint32(slab))
-        rows = uint32(rows & uint32(7))
-        for k in range(span):
-            tile = uint32(base + uint32(k * tile_bytes))
-            for m in range(M):
-                load(v, (k * M + m) * words, tile, uint32(rows + uint32(m)), lane)
-                for g in range(groups):
-                    p = (k * M + m) * groups + g
-                    low[p], high[p] = scales(tile, uint32(rows + uint32(m)), lane, uint32(g))
-        for i in range(num_d):
-            d[i] = float32(0.0)
-        for half in range(2):
-            for k in range(span):
-                for n in range(NT):
-                    at = uint32(tokens + uint32((k * NT + n) * X_TILE + half * 512))
-                    q = ld_shared_u32x4(uint32(at + lane * uint32(16)))
-                    for i in range(4):
-                        b[(k * NT + n) * 4 + i] = q[i]
-            for j in range(2):
-                for k in range(span):
-                    for m in range(M):
-                        a = fragment(v, (k * M + m) * words, half * 2 + j)
-                        chain = (k * groups + half * (groups - 1)) * M + m
-                        for n in range(NT):
-                            p, q = (chain * NT + n) * 4, (k * NT + n) * 4 + 2 * j
-                            mma_into(d, p, a[0], a[1], a[2], a[3], b[q], b[q + 1])
-        for k in range(span):
-            for g in range(groups):
-                for m in range(M):
-                    s = (k * M + m) * groups + g
-                    for n in range(NT):
-                        p = (((k * groups + g) * M + m) * NT + n) * 4
-                        add_scaled(c, (m * NT + n) * 4, d, p, low[s], high[s])
-
-    return multiply
-
-
-def _multiply_wide(fmt, M, NT, slab):
-    """Device function: c += one k tile kept in registers, four tiles of tokens at a time."""
-    f = UNPACK[fmt]
-    load, fragment, scales, groups, words = f.load, f.fragment, f.scales, f.groups, f.words
-    num_words, num_a, num_scales, num_d = M * words, M * 16, M * groups, groups * M * 16
-
-    @cuda.jit(device=True, inline="always")
-    def multiply(c, weights, tokens, warp, lane):
-        v = cuda.local.array(num_words, uint32)
-        a = cuda.local.array(num_a, uint32)
-        low = cuda.local.array(num_scales, float32)
-        high = cuda.local.array(num_scales, float32)
-        d = cuda.local.array(num_d, float32)
-        b = cuda.local.array(16, uint32)
-        rows = uint32(warp * uint32(M))
-        tile = uint32(weights + (rows >> uint32(3)) * uint32(slab))
-        rows = uint32(rows & uint32(7))
-        for m in range(M):
-            load(v, m * words, tile, uint32(rows + uint32(m)), lane)
-            for g in range(groups):
-                s = m * groups + g
-                low[s], high[s] = scales(tile, uint32(rows + uint32(m)), lane, uint32(g))
-            for step in range(4):
-                r = fragment(v, m * words, step)
-                for i in range(4):
-                    a[(m * 4 + step) * 4 + i] = r[i]
-        at = uint32(tokens + lane * uint32(16))
-        for four in range(NT // 4):
-            for i in range(num_d):
-                d[i] = float32(0.0)
-            for half in range(2):
-                for n in range(4):
-                    q = ld_shared_u32x4(uint32(at + uint32((four * 4 + n) * X_TILE + half * 512)))
-                    for i in range(4):
-                        b[n * 4 + i] = q[i]
-                for j in range(2):
-                    for n in range(4):
-                        for m in range(M):
-                            p = ((half * (groups - 1) * M + m) * 4 + n) * 4
-                            f, q = (m * 4 + half * 2 + j) * 4, n * 4 + j * 2
-                            mma_into(d, p, a[f], a[f + 1], a[f + 2], a[f + 3], b[q], b[q + 1])
-            for g in range(groups):
-                for m in range(M):
-                    s = m * groups + g
-                    for n in range(4):
-                        p = ((g * M + m) * 4 + n) * 4
-                        add_scaled(c, (m * NT + four * 4 + n) * 4, d, p, low[s], high[s])
-
-    return multiply
+_offset = cuda.jit(device=True, inline="always")(fragment_offset)
 
 
 def _write_rows(epilogue, M, NT):
@@ -233,7 +94,7 @@ def _write_silu(M, NT, consumers):
     @cuda.jit(device=True, inline="always")
     def write(c, y, first_row, end_row, warp, lane, exchange):
         row = uint32((first_row >> uint32(5)) * uint32(16) + (lane >> uint32(2)))
-        at = y + int64(x_offset_device(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
+        at = y + int64(_offset(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
         if M == 1:  # odd warps hold the up rows of the even warp before them
             place = uint32(exchange + ((warp >> uint32(1)) * uint32(32) + lane) * uint32(NT * 16))
             if warp & uint32(1):
@@ -243,12 +104,12 @@ def _write_silu(M, NT, consumers):
             if warp & uint32(1) == 0 and first_row < end_row:
                 for i in range(sums):
                     up = ld_shared_f32(uint32(place + uint32(i * 4)))
-                    to = at + (i >> 2) * X_TILE + (i & 1) * 64 + ((i >> 1) & 1) * 4
+                    to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
                     st_global_u16(to, bf16_from_f32(silu(c[i]) * up))
             named_barrier(uint32(1), uint32(consumers))
         elif first_row < end_row:
             for i in range(NT * 4):
-                to = at + (i >> 2) * X_TILE + (i & 1) * 64 + ((i >> 1) & 1) * 4
+                to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
                 st_global_u16(to, bf16_from_f32(silu(c[i]) * c[NT * 4 + i]))
 
     return write
@@ -262,13 +123,15 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
     NT: int,
     span: int,
     stages: int,
+    resident: int,
+    wgmma: int,
     epilogue: int,
 ):
     """Arguments w, x, y, workspace, counters, k_tiles, blocks, whole, slices, T, N.
 
     blocks: 128-row blocks of W (padded N / 128), of which the first `whole` take all of K and the
     others `slices` slices. warps: consumer warps, each with M 16-row tiles. span: k tiles in a
-    stage.
+    stage. resident: thread blocks that must fit on a multiprocessor. wgmma: its products, else mma.
     """
     threads, consumers, RB = warps * 32 + 64, warps * 32, warps * M // 8
     tile_bytes = UNPACK[fmt].tile_nbytes
@@ -281,13 +144,11 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
         stages * 8,
         stages * stage_bytes,
     )
-    silu_up, narrow = epilogue == Epilogue.SILU_UP, NT <= 2
+    silu_up, factor = epilogue == Epilogue.SILU_UP, UNPACK[fmt].divisor
     exchange_bytes = consumers // 2 * NT * 16 if silu_up and M == 1 else 0
-    if narrow:
-        multiply_one = _multiply_narrow(fmt, M, NT, 1, slab)
-        multiply_stage = _multiply_narrow(fmt, M, NT, span, slab)
-    else:
-        multiply_one = multiply_stage = _multiply_wide(fmt, M, NT, slab)
+    product, declare = (by_wgmma if wgmma else by_mma), declare_sums(NT)
+    multiply_one = product(fmt, M, NT, 1, slab)
+    multiply_stage = product(fmt, M, NT, span, slab)
     write_rows, write_silu = _write_rows(epilogue, M, NT), _write_silu(M, NT, consumers)
     quarters = M * NT
     batch = 4 if sums <= 8 else 1
@@ -331,8 +192,7 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
                 num_bytes = uint32(count * uint32(tile_bytes))
                 full = uint32(barrier + s * uint32(8))
                 at = uint32(ring + s * uint32(stage_bytes))
-                while mbarrier_try_wait(uint32(full + uint32(empty)), phase) == 0:
-                    pass
+                mbarrier_wait(uint32(full + uint32(empty)), phase)
                 mbarrier_expect_bytes(full, uint32(num_bytes * uint32(RB)))
                 bulk_copy_to_shared(at, source, num_bytes, full)
                 if RB == 2:
@@ -356,8 +216,7 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
                 count = min(left, uint32(span))
                 num_bytes = uint32(count * uint32(x_bytes))
                 full = uint32(barrier + s * uint32(8))
-                while mbarrier_try_wait(uint32(full + uint32(empty)), phase) == 0:
-                    pass
+                mbarrier_wait(uint32(full + uint32(empty)), phase)
                 mbarrier_expect_bytes(full, num_bytes)
                 at = uint32(ring + s * uint32(stage_bytes) + uint32(weight_bytes))
                 bulk_copy_to_shared(at, source, num_bytes, full)
@@ -403,7 +262,7 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
             done = uint32(done + uint32(batch))
         return True
 
-    @cuda.jit(fastmath=True, launch_bounds=(threads, 1))
+    @cuda.jit(fastmath=True, launch_bounds=(threads, resident))
     def linear_decode(w, x, y, workspace, counters, k_tiles, blocks, whole, slices, T, N):
         barrier_words = cuda.shared.array(words, int64)
         flag_word = cuda.shared.array(1, uint32)
@@ -411,7 +270,7 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
         barrier = shared_address(barrier_words)
         flag = shared_address(flag_word)
         thread = uint32(cuda.threadIdx.x)
-        warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
+        warp, lane = first_lane_u32(uint32(thread >> uint32(5))), uint32(thread & uint32(31))
         if thread == 0:
             for s in range(stages):
                 mbarrier_init(uint32(barrier + s * 8), uint32(2))
@@ -431,7 +290,10 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
                 stream_tokens(x, ring, barrier, items, sliced, k_tiles, blocks, whole, slices)
         else:
             wait_for_previous_kernel()
+            if wgmma:
+                declare()
             c = cuda.local.array(sums, float32)
+            chosen = uint32(1) if lane == 0 else uint32(0)
             s, phase, item = uint32(0), uint32(0), uint32(cuda.blockIdx.x)
             while item < items:
                 block, end, _, left = locate(item, sliced, k_tiles, blocks, whole, slices)
@@ -442,9 +304,8 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
                     stage = uint32(ring + s * uint32(stage_bytes))
                     tokens = uint32(stage + uint32(weight_bytes))
                     count = min(left, uint32(span))
-                    while mbarrier_try_wait(full, phase) == 0:
-                        pass
-                    if narrow and count == uint32(span):
+                    mbarrier_wait(full, phase)
+                    if count == uint32(span):
                         multiply_stage(c, stage, tokens, warp, lane)
                     else:
                         for _ in range(count):
@@ -452,13 +313,14 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
                             stage = uint32(stage + uint32(tile_bytes))
                             tokens = uint32(tokens + uint32(x_bytes))
                     cuda.syncwarp()
-                    if lane == 0:
-                        mbarrier_arrive(uint32(full + uint32(empty)))
+                    mbarrier_arrive_if(uint32(full + uint32(empty)), chosen)
                     left = uint32(left - count)
                     s = uint32(s + uint32(1))
                     if s == uint32(stages):
                         s = uint32(0)
                         phase ^= uint32(1)
+                for i in range(sums):
+                    c[i] = c[i] * float32(factor)
                 complete = item >= sliced
                 if not complete:
                     complete = exchange_slices(c, workspace, counters, item, slices, thread, flag)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ginfer.cuda.linear.decode import SLICE_TILES, X_TILE
+from ginfer.cuda.linear.decode import SLICE_TILES
+from ginfer.cuda.linear.decode_multiply import X_TILE
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.linear.variants import COLUMN_TILES, decode_kernel
@@ -90,7 +91,7 @@ def linear_decode(
 ) -> None:
     """y = x W^T with the epilogue of `linear`, 1 <= T <= 128. May overlap the kernel before.
 
-    x: tokens in fragment order (`x_offset`), the first 64 at NT = 8 and the others behind them at
+    x: tokens in fragment order (`fragment_offset`), the first 64 at NT = 8 and the others behind them at
     NT = `column_tiles` of their number; at most 64 at `column_tiles(T)`. y: address of [T, N] BF16
     or FP32, or of the next linear's tokens, N / 2 columns, in the same order.
     """

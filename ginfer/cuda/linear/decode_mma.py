@@ -31,7 +31,7 @@ from ginfer.cuda.lib.ptx import (
     ld_global_u16,
     ld_shared_f32,
     ld_shared_u32,
-    ld_shared_u32x4,
+    ldmatrix_x4,
     mma_m16n8k16_bf16,
     shared_address,
     st_global_f32,
@@ -81,7 +81,7 @@ def _multiply(fmt: str, NT: int) -> Any:
         at = uint32(tokens + lane * uint32(16))
         for n in range(NT):
             for half in range(2):
-                q = ld_shared_u32x4(uint32(at + uint32(n * X_TILE + half * 512)))
+                q = ldmatrix_x4(uint32(at + uint32(n * X_TILE + half * 512)))
                 if half < groups:
                     for j in range(4):
                         d[j] = float32(0.0)
@@ -136,7 +136,7 @@ def _write_silu(NT: int) -> Any:
             at = y + int64(_offset(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
             for i in range(sums):
                 up = ld_shared_f32(uint32(place + uint32(i * 4)))
-                to = at + (i >> 2) * X_TILE + (i & 1) * 64 + ((i >> 1) & 1) * 4
+                to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
                 st_global_u16(to, bf16_from_f32(silu(c[i]) * up))
 
     return write

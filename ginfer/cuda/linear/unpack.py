@@ -34,8 +34,9 @@ class Unpack:
     a row tile; groups: scales per row and k tile.
 
     Device functions: load(v, i, tile, row_tile, lane) fills v[i : i + words] from the tile at a
-    shared address; fragment(v, i, step) returns a0..a3 of k16 step 0..3; scales(tile, row_tile,
-    lane, group) returns those of rows g and g + 8.
+    shared address; fragment(v, i, step) returns a0..a3 of k16 step 0..3, the codes; codes(v, i,
+    step) the same divided by `divisor`, a power of two, in fewer instructions; scales(tile,
+    row_tile, lane, group) returns those of rows g and g + 8.
     """
 
     tile_nbytes: int
@@ -44,6 +45,8 @@ class Unpack:
     load: Any
     fragment: Any
     scales: Any
+    codes: Any
+    divisor: float = 1.0
 
 
 @cuda.jit(device=True, inline="always")
@@ -69,6 +72,28 @@ def _fragment_q4(v, i, step):
         _q4_pair(word >> uint32(8)),
         _q4_pair(word >> uint32(12)),
     )
+
+
+@cuda.jit(device=True, inline="always")
+def _q4_even(word):
+    """Nibbles at bits 0 and 16, minus 8, divided by 64: BF16 numbers of 0 to 255 in the lowest bits
+    are those multiples of 2^-133, exactly."""
+    masked = uint32(word & uint32(0x000F000F))
+    return bf16x2_fma(masked, uint32(0x7F007F00), uint32(0xBE00BE00))
+
+
+@cuda.jit(device=True, inline="always")
+def _q4_odd(word):
+    """The same of nibbles at bits 4 and 20."""
+    masked = uint32(word & uint32(0x00F000F0))
+    return bf16x2_fma(masked, uint32(0x7D007D00), uint32(0xBE00BE00))
+
+
+@cuda.jit(device=True, inline="always")
+def _codes_q4(v, i, step):
+    word = v[i + step]
+    upper = uint32(word >> uint32(8))
+    return _q4_even(word), _q4_odd(word), _q4_even(upper), _q4_odd(upper)
 
 
 @cuda.jit(device=True, inline="always")
@@ -142,8 +167,8 @@ def _scales_bf16(tile, row_tile, lane, group):
 
 
 UNPACK = {
-    "Q4G64_BF16S": Unpack(4352, 4, 1, _load_q4, _fragment_q4, _scales_q4_bf16),
-    "Q4G64_F16S": Unpack(4352, 4, 1, _load_q4, _fragment_q4, _scales_q4_f16),
-    "W8G32_F16S": Unpack(8704, 8, 2, _load_w8, _fragment_w8, _scales_w8),
-    "BF16": Unpack(16384, 16, 1, _load_bf16, _fragment_bf16, _scales_bf16),
+    "Q4G64_BF16S": Unpack(4352, 4, 1, _load_q4, _fragment_q4, _scales_q4_bf16, _codes_q4, 64.0),
+    "Q4G64_F16S": Unpack(4352, 4, 1, _load_q4, _fragment_q4, _scales_q4_f16, _codes_q4, 64.0),
+    "W8G32_F16S": Unpack(8704, 8, 2, _load_w8, _fragment_w8, _scales_w8, _fragment_w8),
+    "BF16": Unpack(16384, 16, 1, _load_bf16, _fragment_bf16, _scales_bf16, _fragment_bf16),
 }

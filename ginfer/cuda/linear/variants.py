@@ -27,30 +27,38 @@ EPILOGUES = {  # what a model does with the sums of a format's matrices
 # Of the ring. More than half of a multiprocessor: where two blocks fit, those of the next kernel
 # double up on whichever ends first, which costs more than their early start wins.
 SHARED_NBYTES = 212 << 10
+MMA_TILES = 2  # column tiles up to which mma beats wgmma
+W8_NBYTES = UNPACK["W8G32_F16S"].tile_nbytes
 LONGEST_SPAN = {1: 8, 2: 4, 4: 4, 8: 4}  # k tiles between two barriers, by column tiles
 
 
 @dataclass(frozen=True)
 class LinearDecodePlan(LaunchPlan):
-    """warps of M 16-row tiles each; span: k tiles in a stage of the ring. Shapes are (N, K, column
-    tiles, bytes of a weight tile)."""
+    """warps of M 16-row tiles each; span: k tiles in a stage of the ring; resident: blocks that
+    share a multiprocessor; wgmma: its products, else mma. Shapes are (N, K, column tiles, bytes of
+    a weight tile)."""
 
     warps: int
     M: int
     span: int
     stages: int
+    resident: int = 1
+    wgmma: bool = False
 
     def supports(self, capability: str, shape: Shape) -> bool:
-        """Bulk copies of sm_90a; whole row blocks; a ring that fits."""
+        """Bulk copies of sm_90a; whole row blocks; a ring that fits; sums that registers hold."""
         _, _, column_tiles, tile_nbytes = shape
         row_blocks = self.warps * self.M // 8
         stage = self.span * (row_blocks * tile_nbytes + column_tiles * 1024)
+        chains = self.M * (2 if tile_nbytes == W8_NBYTES else 1)  # of a k tile
+        paired = chains <= 2 and (self.span == 1 or self.span * chains % 2 == 0)
         return (
             capability == "90a"
             and self.warps * self.M % 8 == 0
             and row_blocks in (1, 2)
             and self.stages >= 2
-            and stage * self.stages <= SHARED_NBYTES
+            and stage * self.stages <= SHARED_NBYTES // self.resident
+            and (paired if self.wgmma else column_tiles <= MMA_TILES)
         )
 
     @classmethod
@@ -59,11 +67,12 @@ class LinearDecodePlan(LaunchPlan):
         _, _, column_tiles, tile_nbytes = shape
         tile = tile_nbytes + column_tiles * 1024
         longest = LONGEST_SPAN[column_tiles]
-        if tile_nbytes == UNPACK["W8G32_F16S"].tile_nbytes and column_tiles <= 2:
+        if tile_nbytes == W8_NBYTES and column_tiles <= MMA_TILES:
             longest //= 2  # two scale groups to a k tile: registers
         spans = (longest >> i for i in range(4))
         span = next(s for s in spans if 4 * s * tile <= SHARED_NBYTES)
-        return cls(8, 1, span, SHARED_NBYTES // (span * tile))
+        wgmma = column_tiles > MMA_TILES
+        return cls(8, 1, span, SHARED_NBYTES // (span * tile), wgmma=wgmma)
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
@@ -88,5 +97,7 @@ def decode_kernel(
         span = plans.find("linear_decode_mma", DecodeMmaPlan, shape).span
         return linear_decode_mma_kernel(fmt, NT, span), 1
     p = plans.find("linear_decode", LinearDecodePlan, shape)
-    kernel = linear_decode_kernel(fmt, p.warps, p.M, NT, p.span, p.stages, epilogue)
+    kernel = linear_decode_kernel(
+        fmt, p.warps, p.M, NT, p.span, p.stages, p.resident, p.wgmma, epilogue
+    )
     return kernel, p.warps * p.M // 8

@@ -43,6 +43,7 @@ BINARY = {
     "max.f32": lambda a, b: _w(np.maximum(_f(a), _f(b))),
     "add.rn.f32": lambda a, b: _w(_f(a) + _f(b)),
     "add.f32": lambda a, b: _w(_f(a) + _f(b)),
+    "mul.rn.ftz.f32": lambda a, b: _w(_ftz(_f(a) * _f(b))),
     "mul.rn.f32": lambda a, b: _w(_f(a) * _f(b)),
     "mul.f32": lambda a, b: _w(_f(a) * _f(b)),
     "or.b32": lambda a, b: a | b,
@@ -126,10 +127,15 @@ class Warp:
         if opcode.startswith("wgmma"):
             assert live.all()
             return self.multiply(opcode, operands, arguments)
-        if opcode.startswith(("ld.global", "st.global")):
+        if opcode.startswith(("ld.global", "st.global", "red.global.add.v4.f32")):
             return self.access(opcode, operands, arguments, live)
         if opcode == "vote.sync.any.pred":
             found = np.full(LANES, self.registers[operands[1]].any())
+        elif opcode == "vote.sync.all.pred":
+            found = np.full(LANES, self.registers[operands[1]].all())
+        elif opcode == "selp.u32":
+            one, other, p = (self.value(o, arguments) for o in operands[1:])
+            found = np.where(p, one, other)
         elif opcode == "setp.ne.or.f32":
             a, b, p = (self.value(o, arguments) for o in operands[1:])
             found = (_f(a) != _f(b)) | p
@@ -161,6 +167,11 @@ class Warp:
                 for lane in np.flatnonzero(live):
                     word = int(self.value(name, arguments)[lane])
                     machine.store(int(where[lane]) + 4 * i, ctypes.c_uint32, word)
+            elif opcode.startswith("red"):
+                for lane in np.flatnonzero(live):
+                    to = int(where[lane]) + 4 * i
+                    total = machine.load(to, ctypes.c_float) + _f(self.value(name, arguments))[lane]
+                    machine.store(to, ctypes.c_float, float(np.float32(total)))
             else:
                 found = np.zeros(LANES, np.uint32)
                 for lane in np.flatnonzero(live):
@@ -186,7 +197,7 @@ class Warp:
         if operand.startswith("{"):
             a, lane = np.zeros((16, 16)), np.arange(LANES)
             for i, name in enumerate(operand.strip("{}").split(",")):
-                words = self.registers[name.strip()]
+                words = self.value(name, arguments)
                 row, column = (lane >> 2) + 8 * (i & 1), 2 * (lane & 3) + 8 * (i >> 1)
                 a[row, column] = _f(words << 16)
                 a[row, column + 1] = _f(words & np.uint32(0xFFFF0000))
@@ -206,14 +217,24 @@ class Warp:
         return self.read(at)
 
     def matrix(self, descriptor, rows, columns):
+        if descriptor >> 62 & 3 == 0:  # core matrices of 8 x 8, wherever they lie
+            start, leading, stride = _offsets(descriptor)
+            at = start + rows // 8 * stride + rows % 8 * 16
+            return self.read(at + columns // 8 * leading + columns % 8 * 2, swizzle=False)
         start, _, stride = _fields(descriptor)
         return self.read(start + rows // 8 * stride + rows % 8 * 128 + columns * 2)
 
-    def read(self, at):
+    def read(self, at, *, swizzle=True):
         raw = np.frombuffer(machine.block, np.uint16)
-        return _f(raw[swizzled(at) // 2].astype(np.uint32) << 16).astype(np.float64)
+        return _f(raw[(swizzled(at) if swizzle else at) // 2].astype(np.uint32) << 16).astype(
+            np.float64
+        )
 
 
 def _fields(descriptor):
     assert descriptor >> 62 & 3 == 1, "swizzle"
+    return _offsets(descriptor)
+
+
+def _offsets(descriptor):
     return tuple((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
