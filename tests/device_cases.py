@@ -22,8 +22,9 @@ from ginfer.cuda.gdn.step import gdn_step_kernel
 from ginfer.cuda.lib.fragment import fragment_offset, tiles_of
 from ginfer.cuda.norm import rms_norm_kernel
 from ginfer.cuda.sampling.choose import FEW, selection_choose_kernel, selection_top_kernel
-from ginfer.cuda.sampling.keys import selection_keys_kernel, selection_mass_kernel
+from ginfer.cuda.sampling.keys import STATE_NBYTES, selection_keys_kernel
 from ginfer.cuda.sampling.launch import RESULT, best_ids, draw_records, key_values, logprob
+from ginfer.cuda.sampling.sift import selection_bins_kernel, selection_sift_kernel
 from ginfer.formats import FORMATS, Layout, row_nbytes
 from ginfer.sizes import align_up, div_ceil
 from scripts.pack.codecs import bf16_bits, encode
@@ -134,13 +135,13 @@ def check_conv(run, it):
     X, W, T = it.X, it.mix.shape[1], len(it.mix)
     blocks, longest = div_ceil(X, 256), int(np.diff(it.indptr).max())
     y, before = np.full((T, X), NAN, np.uint16), bf16_to_f32(it.history)
-    tables, B = (it.mix, it.taps, it.history, it.indptr, it.state_in), len(it.state_in)
-    to = y
+    tables = (it.mix, it.taps, it.history, it.indptr, it.state_in, it.state_out)
+    B = len(it.state_in)
     if longest > PIECE:
         wide, pieces = div_ceil(X, 1024), div_ceil(longest, PIECE)
         run(conv_prefill_kernel(run.early), B * pieces * wide, y, *tables, X, W, pieces, wide)
-        to = 0
-    run(conv_kernel(run.early), B * blocks, to, *tables, it.state_out, X, W, blocks)
+    else:
+        run(conv_kernel(run.early), B * blocks, y, *tables, X, W, blocks)
     m = bf16_to_f32(it.mix)[:, :X]
     for first, end, read, written in it.rows():
         want = gdn_oracle.causal_conv(m[first:end], it.taps, before[read])
@@ -214,7 +215,7 @@ def run_selection(run, logits, batch, counts, V):
     R, S, early = len(logits), align_up(V, 4), run.early
     draws, counts = draw_records(batch).view(np.uint8), counts.astype(np.uint32)
     tokens = np.full(len(counts), 77, np.uint32)
-    states = np.zeros(R * 8, np.uint32)
+    states = np.zeros(R * STATE_NBYTES // 4, np.uint32)
     raw, adjusted = (np.full((R, S), 0xFFFFFFFF, np.uint32) for _ in range(2))
     results = np.zeros(R, RESULT).view(np.uint8)
     num_top = max(batch.num_top, 1)
@@ -224,7 +225,8 @@ def run_selection(run, logits, batch, counts, V):
     pitch = logits.shape[1] * 4
     tables = (logits, draws, mask, *bias, counts, V, pitch, 2)
     run(selection_keys_kernel(early), R * 2, raw, adjusted, states, *tables)
-    run(selection_mass_kernel(early), R * 2, states, raw, S, 2)
+    run(selection_bins_kernel(early), R * 2, states, raw, adjusted, draws, S, 2)
+    run(selection_sift_kernel(early), R * 2, states, few, adjusted, draws, S, 2)
     tables = (adjusted, few, logits, draws, counts, V, S, pitch)
     run(selection_choose_kernel(early), R, results, tokens, states, *tables)
     run(selection_top_kernel(early), R, top, raw, S, num_top)

@@ -2,8 +2,9 @@
 
 The order is adjusted key descending, ids ascending among equals. top-k cuts at a number, top-p at a
 weight of those that are left, min-p at a weight of one candidate; the draw takes the first
-candidate whose running weight exceeds u times the weight that is kept. With few candidates their
-keys are gathered once and walked from there. One block per row.
+candidate whose running weight exceeds u times the weight that is kept. The few candidates of
+`sampling.sift` are sorted and walked; with more of them the keys of the row are walked digit by
+digit, and gathered where top-k leaves few. One block per row.
 
 Legend as in `sampling.keys`. Oracle: tests.oracles.sampling; the same choices as
 `ginfer.cpu.sampling`.
@@ -11,7 +12,7 @@ Legend as in `sampling.keys`. Oracle: tests.oracles.sampling; the same choices a
 
 from __future__ import annotations
 
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int64, uint32, uint64
 
 from ginfer.cuda.lib.numeric import follow, row_of_32
 from ginfer.cuda.lib.ptx import (
@@ -20,6 +21,7 @@ from ginfer.cuda.lib.ptx import (
     ld_global_f32,
     ld_global_u32,
     ld_global_u64,
+    ld_shared_u32,
     ld_shared_u64,
     red_global_add_u32,
     red_shared_add_u64,
@@ -34,13 +36,16 @@ from ginfer.cuda.sampling.descend import NOTES, SHARED_NBYTES, THREADS, descend,
 from ginfer.cuda.sampling.exact import mul_shift, uniform_bits, value_of, weight_of
 from ginfer.cuda.sampling.keys import (
     BAD,
+    BEST,
     BEST_ADJUSTED,
     BEST_RAW,
     CUTS,
     DRAW_NBYTES,
     FORCED,
+    GATHERED,
     LEAST,
     MASS,
+    NO_ID,
     POSITION,
     PURPOSE,
     ROW,
@@ -50,12 +55,11 @@ from ginfer.cuda.sampling.keys import (
     TOP_K,
     TOP_P,
 )
+from ginfer.cuda.sampling.sift import FRACTION, MOST, span_of
 
-FEW = 4096  # candidates that are gathered
-NO_ID = 0xFFFFFFFF
+FEW = 2 * MOST  # candidates of a top-k that are gathered, in the place of the sifted ones
 # bytes of a row's result: id, whether it is sound, bits of its logit, best raw key, raw mass
-RESULT_NBYTES, ID, SOUND, LOGIT, BEST, TOTAL = 32, 0, 4, 8, 12, 16
-ONE, FRACTION = 1 << 40, (1 << 40) - 1
+RESULT_NBYTES, ID, SOUND, LOGIT, BEST_KEY, TOTAL = 32, 0, 4, 8, 12, 16
 
 
 @cuda.jit(device=True, inline="always")
@@ -164,15 +168,97 @@ def draw_key(shared, source, few, draw, best, thread):
     return key, uint32(rank)
 
 
+@cuda.jit(device=True, inline="always")
+def _sort(shared, few, n, scale, thread):
+    """The n candidates of `sampling.sift` in order: entries [MOST] u64, then their weights."""
+    entries, weights = uint32(shared + uint32(MOST * 8)), uint32(shared + uint32(MOST * 16))
+    i = thread
+    while i < n:
+        st_shared_u64(uint32(shared + i * uint32(8)), ld_global_u64(few + int64(i) * 8))
+        i = uint32(i + uint32(THREADS))
+    cuda.syncthreads()
+    i = thread
+    while i < n:
+        mine, rank, j = ld_shared_u64(uint32(shared + i * uint32(8))), uint32(0), uint32(0)
+        while j < n:
+            if uint64(ld_shared_u64(uint32(shared + j * uint32(8)))) > uint64(mine):
+                rank = uint32(rank + uint32(1))
+            j = uint32(j + uint32(1))
+        weight = weight_of(uint32(uint64(mine) >> uint64(32)), scale[0], scale[1])
+        st_shared_u64(uint32(entries + rank * uint32(8)), mine)
+        st_shared_u64(uint32(weights + rank * uint32(8)), weight)
+        i = uint32(i + uint32(THREADS))
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True, inline="always")
+def _reach(weights, running, wanted, n):
+    """(place, running weight) where the running weight first reaches `wanted`; the last place."""
+    i = uint32(0)
+    running += ld_shared_u64(weights)
+    while running < wanted and uint32(i + uint32(1)) < n:
+        i = uint32(i + uint32(1))
+        running += ld_shared_u64(uint32(weights + i * uint32(8)))
+    return i, running
+
+
+@cuda.jit(device=True, inline="always")
+def _draw_few(shared, draw, n, total, above):
+    """The id that is drawn from the sorted candidates; total: weight of all ids, above: of those
+    before the first candidate. One thread."""
+    weights = uint32(shared + uint32(MOST * 16))
+    top_k, least = ld_global_u32(draw + TOP_K), ld_global_u64(draw + LEAST)
+    if top_k > uint32(0):
+        n = min(n, top_k)
+    own, heavy = int64(0), int64(0)
+    for i in range(n):
+        weight = ld_shared_u64(uint32(weights + uint32(i) * uint32(8)))
+        own += weight
+        if weight >= least:
+            heavy += weight
+    kept = own if top_k > uint32(0) else total
+    if least == int64(0):
+        heavy = kept
+    if ld_global_u32(draw + CUTS) != uint32(0):
+        wanted = max(mul_shift(ld_global_u64(draw + TOP_P), kept, int64(FRACTION), 40), int64(1))
+        _, kept = _reach(weights, int64(0), wanted, n)
+    bits = uniform_bits(
+        ld_global_u64(draw + SEED), ld_global_u32(draw + POSITION), ld_global_u32(draw + PURPOSE)
+    )
+    wanted = mul_shift(bits, min(kept, heavy), int64(0), 24) + int64(1)
+    place, _ = _reach(weights, above, wanted, n)
+    entry = ld_shared_u64(uint32(shared + uint32(MOST * 8) + place * uint32(8)))
+    return uint32(uint32(entry) ^ uint32(NO_ID))
+
+
+@cuda.jit(device=True, inline="always")
+def _drawn_id(shared, source, few, draw, state, thread):
+    """The id that a row of temperature above 0 draws."""
+    best = ld_global_u32(state + BEST_ADJUSTED)
+    scale = (value_of(best), ld_global_f32(draw + TEMPERATURE))
+    n, note = ld_global_u32(state + GATHERED), uint32(shared + uint32(MOST * 24))
+    if n > uint32(MOST):
+        key, rank = draw_key(shared, source, few, draw, best, thread)
+        return nth_id(shared, source, key, rank, thread)
+    span = span_of(shared, draw, state, thread)
+    cuda.syncthreads()
+    _sort(shared, few, n, scale, thread)
+    if thread == 0:
+        st_shared_u32(note, _draw_few(shared, draw, n, span[3], span[4]))
+    cuda.syncthreads()
+    return ld_shared_u32(note)
+
+
 @kernel(*(int64,) * 8, *(uint32,) * 3)
 def selection_choose_kernel(early: int):  # type: ignore[no-untyped-def]
     """Arguments results, tokens, states, adjusted, few, logits, draws, counts, V, S, bytes of a row
     of logits.
 
     results: [R] records. tokens: [lanes] u32, the chosen id of each lane, left alone when the row
-    is not sound. few: [R][FEW] u32 scratch. counts: [lanes][V] u32, one is added for a sound row.
+    is not sound. few: [R][MOST] u64 of `sampling.sift`, scratch afterwards. counts: [lanes][V] u32,
+    one is added for a sound row.
     """
-    start, shared_words = follow(early), SHARED_NBYTES // 8
+    start, shared_words = follow(early), max(SHARED_NBYTES, MOST * 24 + 8) // 8
 
     @cuda.jit(launch_bounds=THREADS)
     def selection_choose(
@@ -182,17 +268,16 @@ def selection_choose_kernel(early: int):  # type: ignore[no-untyped-def]
         start()
         row, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
         draw, state = draws + int64(row) * DRAW_NBYTES, states + int64(row) * STATE_NBYTES
-        source = (adjusted + int64(row) * int64(S) * 4, S)
-        few += int64(row) * (FEW * 4)
-        best = ld_global_u32(state + BEST_ADJUSTED)
+        few += int64(row) * (MOST * 8)
         sound = ld_global_u32(state + BAD) == uint32(0)
         sound = sound and ld_global_u32(state + BEST_RAW) != uint32(0)
         token = ld_global_u32(draw + FORCED)
         if sound and token == uint32(NO_ID):
-            key, rank = best, uint32(1)
-            if ld_global_f32(draw + TEMPERATURE) != float32(0.0):
-                key, rank = draw_key(shared, source, few, draw, best, thread)
-            token = nth_id(shared, source, key, rank, thread)
+            if ld_global_f32(draw + TEMPERATURE) == float32(0.0):
+                token = uint32(ld_global_u32(state + BEST) ^ uint32(NO_ID))
+            else:
+                source = (adjusted + int64(row) * int64(S) * 4, S)
+                token = _drawn_id(shared, source, few, draw, state, thread)
         if thread == 0:
             if token == uint32(NO_ID):
                 token = uint32(0)
@@ -201,7 +286,7 @@ def selection_choose_kernel(early: int):  # type: ignore[no-untyped-def]
             st_global_u32(to + SOUND, uint32(1) if sound else uint32(0))
             at = logits + int64(row) * int64(logits_nbytes) + int64(token) * 4
             st_global_u32(to + LOGIT, ld_global_u32(at))
-            st_global_u32(to + BEST, ld_global_u32(state + BEST_RAW))
+            st_global_u32(to + BEST_KEY, ld_global_u32(state + BEST_RAW))
             st_global_u64(to + TOTAL, ld_global_u64(state + MASS))
             if sound:
                 lane = ld_global_u32(draw + ROW)

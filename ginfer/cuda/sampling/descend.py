@@ -46,7 +46,7 @@ def clear(shared, thread):
 
 
 @cuda.jit(device=True, inline="always")
-def _enter(shared, key, count, weight, form, prefix):
+def enter(shared, key, count, weight, form, prefix):
     """Put a key with a number and a weight into the histogram if its digits so far match."""
     shift, bits = form
     above = uint32(shift + bits)
@@ -71,17 +71,17 @@ def _histogram(shared, source, floor, ties, form, prefix, scale, weighted, threa
             key = pair[1] if j & uint32(1) else pair[0]
             if key > floor:
                 weight = weight_of(key, scale[0], scale[1]) if weighted else int64(0)
-                _enter(shared, key, uint32(1), weight, form, prefix)
+                enter(shared, key, uint32(1), weight, form, prefix)
             j = uint32(j + uint32(1))
         i = uint32(i + uint32(THREADS * 4))
     if thread == 0 and ties > uint32(0):
         weight = weight_of(floor, scale[0], scale[1]) * int64(ties) if weighted else int64(0)
-        _enter(shared, floor, ties, weight, form, prefix)
+        enter(shared, floor, ties, weight, form, prefix)
     cuda.syncthreads()
 
 
 @cuda.jit(device=True, inline="always")
-def _group(shared, thread):
+def group(shared, thread):
     """Sums of 64 digits each, by the first warp."""
     if thread < uint32(32):
         total, count = int64(0), uint32(0)
@@ -97,7 +97,7 @@ def _group(shared, thread):
 
 
 @cuda.jit(device=True, inline="always")
-def _cross(shared, threshold, weighted, before, thread):
+def cross(shared, threshold, weighted, before, thread):
     """Thread 0: the digit at which the running sum reaches the threshold, to the notes: digit (or
     -1), weight and number before it, number at it."""
     if thread == 0:
@@ -147,8 +147,8 @@ def descend(shared, source, floor, ties, threshold, scale, weighted, thread):
         digits = uint32(digits - uint32(1))
         form = (shift, uint32(10) if shift == uint32(0) else uint32(11))
         _histogram(shared, source, floor, ties, form, prefix, scale, weighted, thread)
-        _group(shared, thread)
-        _cross(shared, threshold, weighted, (mass, count), thread)
+        group(shared, thread)
+        cross(shared, threshold, weighted, (mass, count), thread)
         note = uint32(shared + uint32(NOTES))
         digit = ld_shared_u64(note)
         if digit < int64(0):

@@ -1,8 +1,8 @@
-"""First pass of selection: legal ids as keys, raw and adjusted, and the mass of the raw ones.
+"""First pass of selection: legal ids as keys, raw and adjusted, and the best of them.
 
 adjusted = logit + bias - presence (if generated) - frequency * times generated. Many blocks per
-row; what they find of a row meets in its state: best keys, whether a logit is not finite, and the
-sum of the weights of the raw logits at temperature 1.
+row; what they find of a row meets in its state: the best raw key, the best adjusted key with the
+lowest id that has it, whether a logit is not finite.
 
 Legend: R rows, V legal ids, S places of a row of keys (V rounded up to 4; the last ones hold 0).
 Oracle: tests.oracles.sampling; the same numbers as `ginfer.cpu.sampling`.
@@ -20,26 +20,26 @@ from ginfer.cuda.lib.ptx import (
     ld_global_f32,
     ld_global_u32,
     ld_shared_u32,
-    ld_shared_u64,
     mul_rn_f32,
-    red_global_add_u64,
     red_global_max_u32,
-    red_shared_add_u64,
+    red_global_max_u64,
     red_shared_max_u32,
     shared_address,
     st_global_u32,
     st_shared_u32,
-    st_shared_u64,
 )
 from ginfer.cuda.runtime.jit import Build, kernel
-from ginfer.cuda.sampling.exact import key_of, value_of, weight_of
+from ginfer.cuda.sampling.exact import key_of, value_of
 
-THREADS = 256
+THREADS = 512
+NO_ID = 0xFFFFFFFF
 # bytes of a row's record, see `ginfer.cuda.sampling.launch.DRAW`
 DRAW_NBYTES, ROW, TOP_K, TEMPERATURE, PRESENCE, FREQUENCY, FORCED = 80, 0, 4, 8, 12, 16, 20
 POSITION, PURPOSE, SEED, TOP_P, LEAST, CUTS, BIAS = 24, 28, 32, 40, 48, 56, 60
-# and of its state: best keys, a flag, the mass
-STATE_NBYTES, BEST_RAW, BEST_ADJUSTED, BAD, MASS = 32, 0, 4, 8, 16
+# and of its state: best raw key, gathered candidates, a flag, mass of the raw keys, best adjusted
+# key << 32 | ~id, the bins of `sampling.sift`
+BEST_RAW, GATHERED, BAD, MASS, BEST, BEST_ADJUSTED, BINS = 0, 4, 8, 16, 24, 28, 32
+STATE_NBYTES = BINS + 2048 * 12
 
 
 @kernel(*(int64,) * 9, *(uint32,) * 3)
@@ -108,7 +108,7 @@ def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
         adjusted += int64(row) * int64(S) * 4
         if mask != 0:
             mask += int64(row) * int64((V + uint32(31)) >> uint32(5)) * 4
-        best, bad = uint32(0), uint32(0)
+        best, bad, top, lowest = uint32(0), uint32(0), uint32(0), uint32(NO_ID)
         i = uint32(first + thread)
         while i < stop:
             key, other = uint32(0), uint32(0)
@@ -120,62 +120,42 @@ def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
                     other = adjust(value_of(key), draw, counts, i)
             st_global_u32(raw + int64(i) * 4, key)
             st_global_u32(adjusted + int64(i) * 4, other)
+            if other > top:
+                top, lowest = other, i
             i = uint32(i + uint32(THREADS))
-        cuda.syncthreads()
-        b = uint32(ld_global_u32(draw + BIAS) + thread)
-        while b < ld_global_u32(draw + BIAS + 4):
-            i = uint32(ld_global_u32(bias_ids + int64(b) * 4))
-            if i >= first and i < min(stop, V):
-                key = ld_global_u32(raw + int64(i) * 4)
-                if key != uint32(0):
-                    value = add_rn_f32(value_of(key), ld_global_f32(bias_values + int64(b) * 4))
-                    st_global_u32(adjusted + int64(i) * 4, adjust(value, draw, counts, i))
-            b = uint32(b + uint32(THREADS))
-        cuda.syncthreads()
-        top = uint32(0)
-        i = uint32(first + thread)
-        while i < stop:
-            top = max(top, ld_global_u32(adjusted + int64(i) * 4))
-            i = uint32(i + uint32(THREADS))
+        b = ld_global_u32(draw + BIAS)
+        biases = ld_global_u32(draw + (BIAS + 4))
+        if b < biases:
+            cuda.syncthreads()
+            b = uint32(b + thread)
+            while b < biases:
+                i = uint32(ld_global_u32(bias_ids + int64(b) * 4))
+                if i >= first and i < min(stop, V):
+                    key = ld_global_u32(raw + int64(i) * 4)
+                    if key != uint32(0):
+                        value = add_rn_f32(value_of(key), ld_global_f32(bias_values + int64(b) * 4))
+                        st_global_u32(adjusted + int64(i) * 4, adjust(value, draw, counts, i))
+                b = uint32(b + uint32(THREADS))
+            cuda.syncthreads()
+            top, lowest = uint32(0), uint32(NO_ID)
+            i = uint32(first + thread)
+            while i < stop:
+                other = ld_global_u32(adjusted + int64(i) * 4)
+                if other > top:
+                    top, lowest = other, i
+                i = uint32(i + uint32(THREADS))
         red_shared_max_u32(found, best)
         red_shared_max_u32(uint32(found + uint32(4)), top)
         red_shared_max_u32(uint32(found + uint32(8)), bad)
         cuda.syncthreads()
-        if thread < uint32(3):
-            word = ld_shared_u32(uint32(found + thread * uint32(4)))
-            red_global_max_u32(state + int64(thread) * 4, word)
+        if top == ld_shared_u32(uint32(found + uint32(4))):
+            red_shared_max_u32(uint32(found + uint32(12)), uint32(lowest ^ uint32(NO_ID)))
+        cuda.syncthreads()
+        if thread == 0:
+            red_global_max_u32(state + BEST_RAW, ld_shared_u32(found))
+            red_global_max_u32(state + BAD, ld_shared_u32(uint32(found + uint32(8))))
+            key = ld_shared_u32(uint32(found + uint32(4)))
+            word = int64(ld_shared_u32(uint32(found + uint32(12))))
+            red_global_max_u64(state + BEST, (int64(key) << int64(32)) | word)
 
     return Build(selection_keys, THREADS)
-
-
-@kernel(int64, int64, *(uint32,) * 2)
-def selection_mass_kernel(early: int):  # type: ignore[no-untyped-def]
-    """Arguments states, raw, S, blocks of a row. Adds the weights of the raw keys at temperature 1
-    to the masses."""
-    start = follow(early)
-
-    @cuda.jit(launch_bounds=THREADS)
-    def selection_mass(states, raw, S, blocks):
-        total = shared_address(cuda.shared.array(1, int64))
-        start()
-        row = div_u32(uint32(cuda.blockIdx.x), blocks)
-        block, thread = uint32(uint32(cuda.blockIdx.x) - row * blocks), uint32(cuda.threadIdx.x)
-        if thread == 0:
-            st_shared_u64(total, int64(0))
-        cuda.syncthreads()
-        state = states + int64(row) * STATE_NBYTES
-        best = value_of(ld_global_u32(state + BEST_RAW))
-        raw += int64(row) * int64(S) * 4
-        mass = int64(0)
-        i = uint32(block * uint32(THREADS) + thread)
-        while i < S:
-            key = ld_global_u32(raw + int64(i) * 4)
-            if key != uint32(0):
-                mass += weight_of(key, best, float32(1.0))
-            i = uint32(i + blocks * uint32(THREADS))
-        red_shared_add_u64(total, mass)
-        cuda.syncthreads()
-        if thread == 0:
-            red_global_add_u64(state + MASS, ld_shared_u64(total))
-
-    return Build(selection_mass, THREADS)

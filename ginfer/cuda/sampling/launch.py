@@ -10,7 +10,8 @@ import numpy as np
 from ginfer.cuda.runtime.memory import Slice, set_bytes
 from ginfer.cuda.runtime.queue import starts_early
 from ginfer.cuda.sampling.choose import FEW, selection_choose_kernel, selection_top_kernel
-from ginfer.cuda.sampling.keys import STATE_NBYTES, selection_keys_kernel, selection_mass_kernel
+from ginfer.cuda.sampling.keys import STATE_NBYTES, selection_keys_kernel
+from ginfer.cuda.sampling.sift import selection_bins_kernel, selection_sift_kernel
 from ginfer.sizes import align_up
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
     from ginfer.cuda.runtime.queue import Queue
 
-BLOCKS = 32  # of a row in the first passes
+BLOCKS, LEAST_BLOCKS = 256, 16  # of the passes over many blocks: of all rows, of one
 UNIT = 2.0**40
 DRAW = np.dtype(  # as `sampling.keys` reads it
     [
@@ -138,19 +139,22 @@ class SelectionTables:
 
 @dataclass(frozen=True)
 class SelectionShape:
-    """R rows of V legal ids; bytes of a row of logits; best ids wanted (0: none)."""
+    """R rows of V legal ids; bytes of a row of logits; best ids wanted (0: none); whether all that
+    is wanted are the best ids of rows of temperature 0, without log-probabilities."""
 
     R: int
     V: int
     logits_nbytes: int
     num_top: int = 0
+    greedy: bool = False
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """The four steps."""
+    """Every step."""
     early = starts_early(capability)
     yield selection_keys_kernel(early)
-    yield selection_mass_kernel(early)
+    yield selection_bins_kernel(early)
+    yield selection_sift_kernel(early)
     yield selection_choose_kernel(early)
     yield selection_top_kernel(early)
 
@@ -165,15 +169,20 @@ def select(
 ) -> None:
     """Choose one id for each of R rows of logits [R] FP32."""
     t, s, R, S, early = tables, scratch, shape.R, align_up(shape.V, 4), queue.early
+    blocks = max(BLOCKS // R, LEAST_BLOCKS)
     set_bytes(s.states.part(0, R * STATE_NBYTES), 0, queue.stream)
     queue.launch(
         selection_keys_kernel(early),
-        (R * BLOCKS,),
+        (R * blocks,),
         *(s.raw.address, s.adjusted.address, s.states.address, logits, t.draws, t.mask),
-        *(t.bias_ids, t.bias_values, t.counts, shape.V, shape.logits_nbytes, BLOCKS),
+        *(t.bias_ids, t.bias_values, t.counts, shape.V, shape.logits_nbytes, blocks),
     )
-    mass = (s.states.address, s.raw.address, S, BLOCKS)
-    queue.launch(selection_mass_kernel(early), (R * BLOCKS,), *mass)
+    if not shape.greedy:
+        share, keys = (t.draws, S, blocks), s.adjusted.address
+        bins = (s.states.address, s.raw.address, keys, *share)
+        queue.launch(selection_bins_kernel(early), (R * blocks,), *bins)
+        sift = (s.states.address, s.few.address, keys, *share)
+        queue.launch(selection_sift_kernel(early), (R * blocks,), *sift)
     queue.launch(
         selection_choose_kernel(early),
         (R,),

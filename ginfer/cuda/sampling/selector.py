@@ -1,12 +1,14 @@
 """Selector: selections as graphs, their tables, and their results on the way to the host.
 
-A selection without best ids is a graph, one per number of rows with a mask and one without,
-captured at start; others are launched one by one. Results are copied to pinned memory behind it;
-two of them may be on their way.
+A selection without best ids is a graph, captured at start: per number of rows, with a mask and
+without, greedy and not; others are launched one by one. Results are copied to pinned memory behind
+it; two of them may be on their way.
 """
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,7 +93,8 @@ class Pending:
         top = self._host.bytes[R * RESULT_NBYTES :][: R * num_top * 8].view(np.uint64)
         best, sound = key_values(results["best"]), results["sound"] != 0
         mass, logprobs = results["mass"], np.full(R, np.nan, np.float32)
-        logprobs[sound] = logprob(results["logit"][sound], best[sound], mass[sound])
+        known = sound & (mass > 0)
+        logprobs[known] = logprob(results["logit"][known], best[known], mass[known])
         top_ids = np.full((R, num_top), -1, np.int32)
         top_logprobs = np.full((R, num_top), -np.inf, np.float32)
         for r in np.flatnonzero(sound).tolist() if num_top else ():
@@ -133,7 +136,7 @@ class Selector:
             set_bytes(part, 0, queue.stream)
         nbytes = selected * (RESULT_NBYTES + MAX_TOP * 8)
         self._answers = (Pending(nbytes), Pending(nbytes))
-        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._graphs: dict[tuple[int, bool, bool], Graph] = {}
 
     @property
     def tokens(self) -> int:
@@ -141,17 +144,15 @@ class Selector:
         return self._tokens.address
 
     def capture(self, logits: int) -> None:
-        """The graphs of every number of lanes, with a mask and without."""
-        for R in range(1, self._lanes + 1):
-            for masked in (False, True):
+        """The graphs of every number of lanes, with a mask and without, greedy and not."""
+        flags = (False, True)
+        for R, masked, greedy in product(range(1, self._lanes + 1), flags, flags):
+            shape = SelectionShape(R, self._V, self._logits_nbytes, greedy=greedy)
+            work = partial(self._launch, logits, shape, masked=masked)
+            name = f"{'greedy ' * greedy}selection of {R}{' masked' * masked}"
+            self._graphs[R, masked, greedy] = Graph(self._queue.stream, work, name=name)
 
-                def work(R: int = R, masked: bool = masked) -> None:
-                    self._launch(logits, R, masked=masked, num_top=0)
-
-                name = f"selection of {R}{' masked' if masked else ''}"
-                self._graphs[R, masked] = Graph(self._queue.stream, work, name=name)
-
-    def _launch(self, logits: int, R: int, *, masked: bool, num_top: int) -> None:
+    def _launch(self, logits: int, shape: SelectionShape, *, masked: bool) -> None:
         at = self._tables
         tables = SelectionTables(
             draws=at["draws"],
@@ -162,7 +163,6 @@ class Selector:
             results=self._results.address,
             tokens=self._tokens.address,
         )
-        shape = SelectionShape(R, self._V, self._logits_nbytes, num_top)
         select(self._queue, logits, tables=tables, scratch=self._scratch, shape=shape)
 
     def select(self, logits: int, s: SelectionBatch) -> None:
@@ -173,9 +173,11 @@ class Selector:
         assert num_top <= MAX_TOP
         assert s.forced.max(initial=-1) < self._V
         self._fill(s)
-        graph = self._graphs.get((R, masked)) if num_top == 0 else None
+        greedy = s.num_top < 0 and not s.temperature.any()
+        graph = self._graphs.get((R, masked, greedy)) if num_top == 0 else None
         if graph is None:
-            self._launch(logits, R, masked=masked, num_top=num_top)
+            shape = SelectionShape(R, self._V, self._logits_nbytes, num_top, greedy)
+            self._launch(logits, shape, masked=masked)
         else:
             graph.replay()
 

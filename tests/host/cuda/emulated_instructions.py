@@ -122,7 +122,9 @@ def _atomic_shared(fmt, combine):
 
 def _atomic_global(kind, combine):
     def change(at, value):
-        machine.store(at, kind, combine(machine.load(at, kind), value))
+        old = machine.load(at, kind)
+        machine.store(at, kind, combine(old, value))
+        return old
 
     return change
 
@@ -330,6 +332,8 @@ _MEMORY = {
     "atomic_inc_u32": _atomic_inc,
     "red_global_add_u32": _atomic_global(_U32, lambda a, b: a + b),
     "red_global_max_u32": _atomic_global(_U32, max),
+    "red_global_max_u64": _atomic_global(_U64, lambda a, b: max(a, b & M64)),
+    "atom_global_add_u32": _atomic_global(_U32, lambda a, b: a + b),
     "red_global_add_u64": _atomic_global(_U64, lambda a, b: a + b),
     "cp_async_16": _cp_async,
     "cp_async_16_or_zero": _cp_async,
