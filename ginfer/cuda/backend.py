@@ -11,8 +11,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ginfer.backend import Room
 from ginfer.batch import Phase
 from ginfer.cuda.blocks import Blocks
@@ -184,7 +182,7 @@ class CudaBackend:
             and B in self._graphs
             and batch.num_columns == B
             and s is not None
-            and np.array_equal(s.columns, np.arange(B))
+            and s.columns.tolist() == list(range(B))
         )
 
     def embed(self, batch: ForwardBatch) -> Staged:
@@ -192,8 +190,8 @@ class CudaBackend:
         logits."""
         self._device.use()
         ids = batch.token_ids
-        assert ids.min(initial=0) >= -self._num_lanes
-        assert ids.max(initial=0) < self._spec.vocab_size  # kernels do not check
+        least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+        assert -self._num_lanes <= least <= most < self._spec.vocab_size  # kernels do not check
         staged = self._frame.fill(batch)
         if self.clock is not None:
             self.clock.forward_begins()

@@ -171,6 +171,7 @@ class Frame:
         self._queries = columns_of_item(capability, a.num_q_heads // a.num_kv_heads)
         self.tables = {phase: Tables(sizes, memory, queue.stream) for phase, sizes in words.items()}
         self._axes, self._frequencies = rope_frequencies(spec)
+        self._columns = np.arange(plan.num_rows, dtype=np.int32)
         self._described: tuple[WorkItems, bytes] | None = None  # by the work units
 
     def columns(self, tables: Tables) -> Columns:
@@ -201,9 +202,13 @@ class Frame:
     def fill(self, batch: ForwardBatch) -> Staged:
         """Send the tables of a batch, the columns whose logits it wants among them."""
         tables, T, B = self.tables[batch.phase], batch.num_columns, batch.num_rows
-        lengths = np.diff(batch.row_indptr)
-        row = np.repeat(np.arange(B, dtype=np.int32), lengths)
-        token = (np.arange(T) - batch.row_indptr[:-1][row] + batch.starts[row]).astype(np.int32)
+        if T == B and batch.phase is Phase.DECODE:
+            row, token, longest = self._columns[:B], batch.starts, 1
+        else:
+            lengths = np.diff(batch.row_indptr)
+            longest = int(lengths.max(initial=0))
+            row = np.repeat(self._columns[:B], lengths)
+            token = (np.arange(T) - batch.row_indptr[:-1][row] + batch.starts[row]).astype(np.int32)
         tables.begin()
         for name, values in (
             ("ids", batch.token_ids),
@@ -214,7 +219,7 @@ class Frame:
             ("state_out", batch.state_out),
         ):
             tables.fill(name, values.astype(np.int32, copy=False))
-        tables.fill("rope", self._rope(batch.positions))
+        self._fill_rope(tables, batch.positions)
         P = self._plan.max_pages_per_row
         pages = tables.words("pages", B * P).reshape(B, P)
         pages[:, : batch.page_table.shape[1]] = batch.page_table
@@ -235,7 +240,6 @@ class Frame:
             tables.fill("chunks", chunks)
             tables.fill("chunk_indptr", chunk_indptr)
         tables.send()
-        longest = int(lengths.max(initial=0))
         return Staged(tables, T, B, longest, num_queries, num_chunks, tiles, num_expanded)
 
     def _fill_units(self, batch: ForwardBatch) -> None:
@@ -251,10 +255,13 @@ class Frame:
         most = most_partials(self._plan)
         assert self._units.first[batch.num_columns] <= most, "more columns than expected"
 
-    def _rope(self, positions: NDArray[np.int32]) -> NDArray[np.float32]:
+    def _fill_rope(self, tables: Tables, positions: NDArray[np.int32]) -> None:
         """Cosines, then sines, of each column; the angles in float64."""
-        angles = (positions[self._axes].astype(np.float64) * self._frequencies[:, None]).T
-        return np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+        T, F = positions.shape[1], len(self._axes)
+        angles = positions.T[:, self._axes] * self._frequencies
+        rope = tables.words("rope", T * 2 * F, np.float32).reshape(T, 2 * F)
+        np.cos(angles, out=rope[:, :F], casting="same_kind")
+        np.sin(angles, out=rope[:, F:], casting="same_kind")
 
     def decode_round(self, B: int) -> Staged:
         """What `fill` returns for a decode batch of B rows of one column."""

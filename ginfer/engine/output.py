@@ -151,10 +151,14 @@ class Output:
             Delta(
                 request_id=self._request.request_id,
                 channel=c,
-                text=shown[c],
+                text=text,
                 token_ids=token_ids if c is channel else (),
                 logprobs=logprobs if c is channel else (),
             )
-            for c in Channel
-            if c in shown
+            for c, text in (shown.items() if len(shown) < 2 else sorted(shown.items(), key=_place))
         ]
+
+
+def _place(shown: tuple[Channel, str]) -> bool:
+    """Reasoning comes before content."""
+    return shown[0] is Channel.CONTENT
