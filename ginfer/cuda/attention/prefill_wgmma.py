@@ -49,6 +49,7 @@ from ginfer.cuda.lib.ptx import (
 )
 from ginfer.cuda.lib.wgmma import tile_descriptor, wgmma_commit, wgmma_fence, wgmma_wait
 from ginfer.cuda.lib.wgmma_attention import (
+    all_lanes,
     arrive_at_barrier,
     attention_tile,
     count_arrival,
@@ -94,40 +95,56 @@ def _next(slot, phase, stages):
 
 def merging(tile):
     """Device functions merged(total, block, stats, group, thread), the statistics of the blocks up
-    to `block` after their sums have been merged in registers, and fold(...), which stores both.
+    to `block` after their sums have been merged in registers, and fold(...), which leaves both in
+    memory.
 
     total: (address for this thread, address of the number of merged blocks, whether other thread
-    blocks work on these rows); stats: maxima and sums of two rows.
+    blocks work on these rows, zero); stats: maxima and sums of two rows.
     """
-    stats_at, merge, store = int(HEAD_DIM // 8 * 2048), tile.merge, tile.store
+    stats_at, merge, store, add_to = (HEAD_DIM // 8 * 2048, tile.merge, tile.store, tile.add_to)
+
+    @cuda.jit(device=True, inline="always")
+    def factors(total, block, stats, group, thread):
+        """(statistics of both, factors of the blocks before and of this one, for both rows)."""
+        at, flag, shared, _ = total
+        m0, m1, l0, l1 = stats
+        if shared:
+            if (thread & uint32(127)) == 0:
+                while ld_acquire_u32(flag) < block:
+                    pass
+            named_barrier(uint32(group + uint32(3)), uint32(128))
+        old = ld_global_f32x4(at + stats_at)
+        n0, n1 = max_f32(old[0], m0), max_f32(old[1], m1)
+        left0, right0 = exp2_approx(old[0] - n0), exp2_approx(m0 - n0)
+        left1, right1 = exp2_approx(old[1] - n1), exp2_approx(m1 - n1)
+        l0 = fma_f32(old[2], left0, mul_rn_f32(l0, right0))
+        l1 = fma_f32(old[3], left1, mul_rn_f32(l1, right1))
+        return (n0, n1, l0, l1), (left0, right0, left1, right1)
 
     @cuda.jit(device=True, inline="always")
     def merged(total, block, stats, group, thread):
-        at, flag, shared, none = total
-        m0, m1, l0, l1 = stats
-        l0, l1 = _quad_sum(l0), _quad_sum(l1)
+        stats = (stats[0], stats[1], _quad_sum(stats[2]), _quad_sum(stats[3]))
         if block > 0:
-            if shared:
-                if (thread & uint32(127)) == 0:
-                    while ld_acquire_u32(flag) < block:
-                        pass
-                named_barrier(uint32(group + uint32(3)), uint32(128))
-            old = ld_global_f32x4(at + stats_at)
-            n0, n1 = max_f32(old[0], m0), max_f32(old[1], m1)
-            left0, right0 = exp2_approx(old[0] - n0), exp2_approx(m0 - n0)
-            left1, right1 = exp2_approx(old[1] - n1), exp2_approx(m1 - n1)
-            merge(at, left0, right0, left1, right1, none)
-            l0 = fma_f32(old[2], left0, mul_rn_f32(l0, right0))
-            l1 = fma_f32(old[3], left1, mul_rn_f32(l1, right1))
-            m0, m1 = n0, n1
-        return m0, m1, l0, l1
+            stats, f = factors(total, block, stats, group, thread)
+            merge(total[0], f[0], f[1], f[2], f[3], total[3])
+        return stats
 
     @cuda.jit(device=True, inline="always")
     def fold(total, block, stats, group, thread):
-        at, flag, shared, _ = total
-        m0, m1, l0, l1 = merged(total, block, stats, group, thread)
-        store(at)
-        st_global_f32x4(at + stats_at, m0, m1, l0, l1)
+        at, flag, shared, none = total
+        stats = (stats[0], stats[1], _quad_sum(stats[2]), _quad_sum(stats[3]))
+        kept = uint32(0)
+        if block > 0:
+            stats, f = factors(total, block, stats, group, thread)
+            same = f[0] == float32(1.0) and f[2] == float32(1.0)
+            kept = all_lanes(uint32(1) if same else uint32(0))
+            if kept == 0:
+                merge(at, f[0], f[1], f[2], f[3], none)
+            else:  # the same sums without a wait: maxima mostly lie in the first block
+                add_to(at, f[1], f[3])
+        if kept == 0:
+            store(at)
+        st_global_f32x4(at + stats_at, stats[0], stats[1], stats[2], stats[3])
         if shared:
             named_barrier(uint32(group + uint32(3)), uint32(128))
             if (thread & uint32(127)) == 0:

@@ -282,11 +282,13 @@ def _statement(text, out="", args="", *, effects=True):
         found = [None] * len(out)
         found += [np.array([words[k](x) for x in v], kinds[k]) for k, v in columns]
         warp.run(text, found)
-        return [[float_of(int(x)) for x in row] for row in zip(*found[: len(out)])]
+        value = float_of if out.startswith("f") else int
+        return [[value(int(x)) for x in row] for row in zip(*found[: len(out)])]
 
     def run(*values):
         found = execute((yield from _gather(values)))
-        return found[machine.thread & 31] if out else None
+        mine = found[machine.thread & 31] if out else None
+        return mine[0] if len(out) == 1 else mine
 
     return run
 
