@@ -164,8 +164,9 @@ class Frame:
     ) -> None:
         self._spec, self._plan = spec, plan
         capability = queue.image.capability
-        self._tiles = large_tiles(capability)
-        occupancy = queue.image[decode_kernel(capability, self._tiles)].occupancy()
+        packed = plan.kv is KvCodec.INT8
+        self._tiles = large_tiles(capability, packed)
+        occupancy = queue.image[decode_kernel(capability, self._tiles, packed)].occupancy()
         self._units = work_units(spec, plan, self._tiles, num_blocks=num_sms * occupancy)
         a = spec.attention
         self._queries = columns_of_item(capability, a.num_q_heads // a.num_kv_heads)

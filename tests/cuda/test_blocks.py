@@ -82,8 +82,9 @@ def test_groups_units_and_grids_change_no_bit(run, heads, packed, capability):
     rows = [(2030, 1), (2025, 2), (2100, 1), (1700, 1), (2304, 20)]
     cache = make_cache(7, heads, rows, shared=20, packed=packed)
     check_append(run, cache)
-    few, many = (decode_kernel(capability, n, packed) for n in (SMALL, large_tiles(capability)))
-    group = 16 * large_tiles(capability) // (heads[0] // heads[1])
+    tiles = large_tiles(capability, packed)
+    few, many = (decode_kernel(capability, n, packed) for n in (SMALL, tiles))
+    group = 16 * tiles // (heads[0] // heads[1])
     want = attention_decode(run, cache, few, group=1, grid=1, grain=1)
     check_attention(cache, want)
     for grid, grain in ((3, 4), (132, 1), (264, 4)):

@@ -23,7 +23,7 @@ from ginfer.cuda.attention.decode_parts import (
 from ginfer.cuda.attention.pages import TILE, packed_plane, plane_opener
 from ginfer.cuda.lib.numeric import LOG2E, row_of_32
 from ginfer.cuda.lib.ptx import (
-    bulk_copy_to_shared,
+    bulk_stream_to_shared,
     cp_async_commit,
     cp_async_wait_0,
     div_u32,
@@ -43,14 +43,14 @@ from ginfer.cuda.runtime.jit import Build, kernel
 
 
 @cuda.jit(device=True, inline="always")
-def _unit_at(units, members, item):
+def unit_at(units, members, item):
     """(members of unit `item`, how many, its first block)."""
     at = units + (int64(item) * 3 + 2) * 4
     return members + int64(ld_global_u32(at)) * 4, ld_global_u32(at + 4), ld_global_u32(at + 8)
 
 
 @cuda.jit(device=True, inline="always")
-def _last_token(token, group, count):
+def last_token(token, group, count):
     """The token of the last column of a unit, which sees most."""
     t = ld_global_u32(row_of_32(group, uint32(count - uint32(1))))
     return ld_global_u32(row_of_32(token, t))
@@ -67,7 +67,9 @@ def _ring_step(stages: int) -> Any:
     return advance
 
 
-def _follow(early: int) -> Any:
+def follower(early: int) -> Any:
+    """Device function that waits for the kernel in front of this one."""
+
     @cuda.jit(device=True, inline="always")
     def wait():
         wait_for_previous_kernel()
@@ -84,9 +86,9 @@ def _stage(packed: int) -> tuple[int, int]:
     return packed_plane(HEAD_DIM) if packed else (PLANE_NBYTES, 0)
 
 
-def _producer(stages: int, packed: int, early: int) -> Any:
+def producer(stages: int, packed: int, early: int) -> Any:
     """Device function of one thread that fetches the planes of all units of its block, in turns."""
-    advance, follow, empty = _ring_step(stages), _follow(early), stages * 8
+    advance, follow, empty = _ring_step(stages), follower(early), stages * 8
     plane_nbytes, factors = _stage(packed)
     stage_nbytes = plane_nbytes + factors
 
@@ -98,12 +100,12 @@ def _producer(stages: int, packed: int, early: int) -> Any:
         s, phase, unit, waits = uint32(0), uint32(1), uint32(cuda.blockIdx.x), uint32(1)
         while unit < work:
             item = div_u32(unit, G)
-            group, count, block = _unit_at(units, members, item)
+            group, count, block = unit_at(units, members, item)
             t = ld_global_u32(group)
             table = pages + int64(ld_global_u32(row_of_32(row, t))) * int64(P) * 4
             known = ld_global_u32(row_of_32(token, t))
             known = uint32(known - t) if known > t else uint32(0)  # tokens before this forward
-            last = uint32(_last_token(token, group, count) >> uint32(6))
+            last = uint32(last_token(token, group, count) >> uint32(6))
             plane = int64(layer) + int64(uint32(unit - item * G)) * plane_nbytes
             page = uint32(block * uint32(BLOCK_TILES))
             stop = min(uint32(page + grain * uint32(BLOCK_TILES)), uint32(last + uint32(1)))
@@ -123,10 +125,10 @@ def _producer(stages: int, packed: int, early: int) -> Any:
                     mbarrier_expect_bytes(full, uint32(stage_nbytes))
                     to = uint32(ring + s * uint32(stage_nbytes))
                     offset = source + int64(place) * int64(page_nbytes)
-                    bulk_copy_to_shared(to, kv + offset, uint32(plane_nbytes), full)
+                    bulk_stream_to_shared(to, kv + offset, uint32(plane_nbytes), full)
                     if packed:
                         to = uint32(to + uint32(plane_nbytes))
-                        bulk_copy_to_shared(to, scales + (offset >> 5), uint32(factors), full)
+                        bulk_stream_to_shared(to, scales + (offset >> 5), uint32(factors), full)
                     s, phase = advance(s, phase)
                     i = uint32(i + uint32(1))
                 page = end
@@ -165,7 +167,7 @@ def _consumer(tiles: int, stages: int, packed: int) -> Any:
         fetch_queries(base, qkgv, group, count, g, H, G, M, thread)
         cp_async_commit()
         prepare(base, group, first, token, count, div_u32(block, grain), g, H, M, thread)
-        seen = uint32(_last_token(token, group, count) + uint32(1))
+        seen = uint32(last_token(token, group, count) + uint32(1))
         stop = min(uint32(block + grain), uint32((seen + uint32(BLOCK_KEYS - 1)) >> uint32(8)))
         cp_async_wait_0()
         meet()
@@ -222,7 +224,7 @@ def _never(partials, stats, qkgv, first, token, item, shared, heads, scale, s, p
 def attention_decode_bulk_kernel(tiles: int, stages: int, packed: int, early: int):  # type: ignore[no-untyped-def]
     """Arguments as those of `attention_decode_kernel`; stages of the ring. Units of few columns are
     computed as one tile of rows."""
-    produce, follow = _producer(stages, packed, early), _follow(early)
+    produce, follow = producer(stages, packed, early), follower(early)
     few = _consumer(1, stages, packed)
     many = _consumer(tiles, stages, packed) if tiles > 1 else _never
     barriers, empty, opened_at = 2 * stages, stages * 8, unit_nbytes(tiles)
@@ -274,7 +276,7 @@ def attention_decode_bulk_kernel(tiles: int, stages: int, packed: int, early: in
             while unit < work:
                 place = div_u32(unit, G)
                 heads = (uint32(unit - place * G), H, G, M)
-                group, count, block = _unit_at(units, members, place)
+                group, count, block = unit_at(units, members, place)
                 item = (group, count, block, grain)
                 if uint32(count * M) <= uint32(16):
                     s, phase = few(

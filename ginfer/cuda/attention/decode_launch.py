@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ginfer.cuda.attention.decode import attention_decode_kernel
 from ginfer.cuda.attention.decode_bulk import attention_decode_bulk_kernel
+from ginfer.cuda.attention.decode_wgmma import attention_decode_wgmma_kernel
 from ginfer.cuda.attention.merge import attention_merge_kernel
 from ginfer.cuda.lib.fragment import tiles_of
 from ginfer.cuda.runtime.queue import starts_early
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
     from ginfer.cuda.runtime.queue import Queue
 
+ON_WGMMA: tuple[str, ...] = ()
+WGMMA_TILES = 4
 SMALL = 1  # tiles of 16 rows of a unit, when there are few columns
 LARGE = {"90a": 3, "80": 2, "90": 2}  # where a block has more than 99 KiB
 STAGES = {  # planes in the ring by tiles, of BF16 and of codes, with bulk copies
@@ -27,14 +30,16 @@ STAGES = {  # planes in the ring by tiles, of BF16 and of codes, with bulk copie
 }
 
 
-def large_tiles(capability: str) -> int:
+def large_tiles(capability: str, packed: bool = False) -> int:
     """Tiles of 16 rows of the largest units."""
-    return LARGE.get(capability, SMALL)
+    return WGMMA_TILES if capability in ON_WGMMA and not packed else LARGE.get(capability, SMALL)
 
 
 def decode_kernel(capability: str, tiles: int, packed: bool = False) -> Kernel:
     """The kernel for units of at most so many tiles and pages of one kind."""
     early = starts_early(capability)
+    if capability in ON_WGMMA and not packed:
+        return attention_decode_wgmma_kernel(early)
     stages = STAGES.get(capability, {}).get(tiles, (0, 0))[packed]
     if stages:
         return attention_decode_bulk_kernel(tiles, stages, packed, early)
@@ -44,9 +49,11 @@ def decode_kernel(capability: str, tiles: int, packed: bool = False) -> Kernel:
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
     """Both sizes of units; results in the orders that the next linear reads."""
     early = starts_early(capability)
-    for tiles in sorted({SMALL, large_tiles(capability)}):
-        for packed in (False, True):
+    for packed in (False, True):
+        for tiles in sorted({SMALL, large_tiles(capability, packed)}):
             yield decode_kernel(capability, tiles, packed)
+    if capability == "90a":
+        yield attention_decode_wgmma_kernel(early)
     yield attention_merge_kernel(0, early)
     yield attention_merge_kernel(1, early)
 

@@ -93,6 +93,30 @@ class Parts(NamedTuple):
     zero_rows: Any
 
 
+def fetch_queries(rows: int) -> Any:
+    """Device function that starts copying the queries of a unit of so many rows, by all threads."""
+    D, q_panel = HEAD_DIM, rows * 128
+
+    @cuda.jit(device=True, inline="always")
+    def fetch(unit, qkgv, members, count, g, H, G, M, thread):
+        i = thread
+        while i < uint32(rows * 32):
+            r, chunk = uint32(i >> uint32(5)), uint32(i & uint32(31))
+            j = div_u32(r, M)
+            there = j < count
+            at = qkgv
+            if there:
+                t = ld_global_u32(row_of_32(members, j))
+                head = int64(g * M + r - j * M)
+                at = qkgv + int64(t) * (int64(H + G) * (4 * D)) + head * (2 * D) + int64(chunk) * 16
+            place = uint32((chunk >> uint32(3)) * uint32(q_panel))
+            place = uint32(place + chunk_at(r, uint32(chunk & uint32(7))))
+            cp_async_16_or_zero(uint32(unit + place), at, uint32(16) if there else uint32(0))
+            i = uint32(i + uint32(THREADS))
+
+    return fetch
+
+
 def decode_parts(tiles: int, packed: int) -> Parts:
     """The steps for units of `tiles` tiles of 16 rows; a thread has 16 sums per tile: of 32 dims of
     a warp in steps of 8."""
@@ -119,23 +143,6 @@ def decode_parts(tiles: int, packed: int) -> Parts:
             st_shared_u32(fact(unit, PLACE, thread), place)
             st_shared_f32(fact(unit, TOP, thread), float32(LOWEST))
             st_shared_f32(fact(unit, SUM, thread), float32(0.0))
-
-    @cuda.jit(device=True, inline="always")
-    def fetch_queries(unit, qkgv, members, count, g, H, G, M, thread):
-        i = thread
-        while i < uint32(rows * 32):
-            r, chunk = uint32(i >> uint32(5)), uint32(i & uint32(31))
-            j = div_u32(r, M)
-            there = j < count
-            at = qkgv
-            if there:
-                t = ld_global_u32(row_of_32(members, j))
-                head = int64(g * M + r - j * M)
-                at = qkgv + int64(t) * (int64(H + G) * (4 * D)) + head * (2 * D) + int64(chunk) * 16
-            place = uint32((chunk >> uint32(3)) * uint32(q_panel))
-            place = uint32(place + chunk_at(r, uint32(chunk & uint32(7))))
-            cp_async_16_or_zero(uint32(unit + place), at, uint32(16) if there else uint32(0))
-            i = uint32(i + uint32(THREADS))
 
     @cuda.jit(device=True, inline="always")
     def score_panel(c, unit, keys, panel, key, lane):
@@ -273,5 +280,12 @@ def decode_parts(tiles: int, packed: int) -> Parts:
             i = uint32(i + uint32(THREADS))
 
     return Parts(
-        prepare, fetch_queries, score_tile, weigh, add_values, fold_block, write, zero_rows
+        prepare,
+        fetch_queries(rows),
+        score_tile,
+        weigh,
+        add_values,
+        fold_block,
+        write,
+        zero_rows,
     )

@@ -38,7 +38,7 @@ from ginfer.cuda.lib.ptx import (
 from ginfer.cuda.runtime.jit import Build, kernel
 
 THREADS = HEAD_DIM // 2
-STEP = 32  # partials in flight per thread
+STEP = 16  # partials in flight per thread
 
 
 @kernel(*(int64,) * 7, *(uint32,) * 4)

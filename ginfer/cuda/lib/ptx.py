@@ -147,6 +147,13 @@ bulk_copy_to_shared = ptx_op(
     "",
     "rlrr",
 )
+bulk_stream_to_shared = ptx_op(  # read once: first out of L2
+    "{ .reg .b64 p; createpolicy.fractional.L2::evict_first.b64 p, 1.0; "
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+    "[$0], [$1], $2, [$3], p; }",
+    "",
+    "rlrr",
+)
 tensor_copy_2d_to_shared = ptx_op(  # (shared, tensor map, column, row, barrier)
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
     "[$0], [$1, {$2, $3}], [$4];",

@@ -371,6 +371,7 @@ _OTHERS = {
     "mbarrier_arrive_if": lambda at, arrives: _mbarrier_change(at, int(arrives), 0),
     "mbarrier_wait": _mbarrier_wait,
     "bulk_copy_to_shared": _bulk_copy,
+    "bulk_stream_to_shared": _bulk_copy,
 }
 _NOTHING_TO_DO = (
     *("cp_async_commit", "cp_async_wait_0", "cp_async_wait_1", "cp_async_wait_2"),

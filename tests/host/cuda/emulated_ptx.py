@@ -47,6 +47,8 @@ BINARY = {
     "mul.rn.f32": lambda a, b: _w(_f(a) * _f(b)),
     "mul.f32": lambda a, b: _w(_f(a) * _f(b)),
     "or.b32": lambda a, b: a | b,
+    "xor.b32": lambda a, b: a ^ b,
+    "add.u32": lambda a, b: a + b,
     "and.b32": lambda a, b: a & b,
     "shl.b32": lambda a, b: a << b,
     "cvt.rn.bf16x2.f32": lambda a, b: (_bf16(a) << 16 | _bf16(b)).astype(np.uint32),
@@ -127,7 +129,7 @@ class Warp:
         if opcode.startswith("wgmma"):
             assert live.all()
             return self.multiply(opcode, operands, arguments)
-        if opcode.startswith(("ld.global", "st.global", "red.global.add.v4.f32")):
+        if opcode.startswith(("ld.global", "st.global", "st.shared", "red.global.add.v4.f32")):
             return self.access(opcode, operands, arguments, live)
         if opcode == "vote.sync.any.pred":
             found = np.full(LANES, self.registers[operands[1]].any())
@@ -163,7 +165,12 @@ class Warp:
         where = self.value(base, arguments) + int(offset or 0)
         other = next(o for o in operands if o is not place).strip("{}").split(",")
         for i, name in enumerate(n.strip() for n in other):
-            if opcode.startswith("st"):
+            if opcode.startswith("st.shared"):
+                words = self.value(name, arguments)
+                for lane in np.flatnonzero(live):
+                    to = int(where[lane]) + 4 * i
+                    machine.shared(to, 4)[to : to + 4] = words[lane].tobytes()
+            elif opcode.startswith("st"):
                 for lane in np.flatnonzero(live):
                     word = int(self.value(name, arguments)[lane])
                     machine.store(int(where[lane]) + 4 * i, ctypes.c_uint32, word)
@@ -182,7 +189,7 @@ class Warp:
         n = int(re.search(r"m64n(\d+)k16", opcode).group(1))
         sums = [s.strip() for s in operands[0].strip("{}").split(",")]
         a = self.fragment(operands[1], arguments)
-        k_of_b = self.transposed if operands[-1] == "1" and len(operands) == 7 else self.plain
+        k_of_b = self.transposed if operands[-1] == "1" and len(operands) >= 7 else self.plain
         b = k_of_b(int(self.value(operands[2], arguments)[0]), n)
         product = a @ b  # 16 x n
         keep = self.registers[operands[3]].all()

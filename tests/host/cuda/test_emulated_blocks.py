@@ -5,6 +5,7 @@ import pytest
 
 from ginfer.cuda.attention.decode import attention_decode_kernel
 from ginfer.cuda.attention.decode_bulk import attention_decode_bulk_kernel
+from ginfer.cuda.attention.decode_wgmma import attention_decode_wgmma_kernel
 from tests.attention_cases import (
     attention_decode,
     attention_prefill,
@@ -47,6 +48,7 @@ def test_rms_norm(run, T, C):
 DECODE = {
     "bulk": lambda tiles, *how: attention_decode_bulk_kernel(tiles, 3, *how),
     "copies": attention_decode_kernel,
+    "wgmma": lambda tiles, packed, early: attention_decode_wgmma_kernel(early),
 }
 
 
@@ -56,7 +58,7 @@ def decode(request):
 
 
 def test_decode_attention_over_shared_pages_and_tails(run, decode):
-    packed = run.early == 1  # pages of codes take the same ways otherwise
+    packed = run.early == 1 and decode is not DECODE["wgmma"]
     cache = make_cache(1, (3, 1), [(261, 1), (258, 2)], shared=4, packed=packed)
     check_append(run, cache)
     item = decode(1, packed, run.early)
