@@ -23,7 +23,7 @@ from numba import cuda, float32, int64, uint32
 from ginfer.cuda.lib.fragment import pair_store, tiles_of
 from ginfer.cuda.lib.numeric import (
     exp_f32,
-    follow,
+    follow_late,
     high_f32,
     low_f32,
     pack_bf16,
@@ -76,7 +76,7 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     state: [slots][HV][K][V] FP32 of the layer. gates: [2][HV] FP32: -e^A_log, dt_bias. w: [V] FP32.
     W, an address-wide count: columns of `mix`.
     """
-    start, store = follow(early), pair_store(fragments)
+    (start, wait), store = follow_late(early), pair_store(fragments)
     held, parts = WIDTH * WIDTH // THREADS, 2 * WARPS * WIDTH
     per_warp, four, shorten = WIDTH // WARPS, 4 * WIDTH, WIDTH**-0.5
 
@@ -181,6 +181,7 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
         t = ld_global_u32(row_of_32(indptr, row))
         end = ld_global_u32(row_of_32(indptr, uint32(row + uint32(1))))
         tiles, widths = (first_tiles, rest_tiles), (W, uint32(HV * uint32(WIDTH)))
+        wait()
         while t < end:
             x = convolved + int64(t) * int64(X) * 2
             if warp == 0:

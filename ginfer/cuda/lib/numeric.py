@@ -42,6 +42,17 @@ def follow(early: int) -> Any:
     return start_early if early else start
 
 
+def follow_late(early: int) -> tuple[Any, Any]:
+    """`follow` in two halves, start and wait. Between them only what no kernel of the same forward
+    writes may be read: a copy of tables stands between forwards, and it waits for all kernels."""
+
+    @cuda.jit(device=True, inline="always")
+    def nothing():
+        pass
+
+    return (let_next_kernel_start, wait_for_previous_kernel) if early else (nothing, nothing)
+
+
 @cuda.jit(device=True, inline="always")
 def exp_f32(x):
     """e^x."""
