@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,6 +36,8 @@ from ginfer.sizes import div_ceil
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from numpy.typing import NDArray
 
     from ginfer.backend import MemoryPlan
     from ginfer.batch import SelectionBatch
@@ -137,6 +139,8 @@ class Selector:
         nbytes = selected * (RESULT_NBYTES + MAX_TOP * 8)
         self._answers = (Pending(nbytes), Pending(nbytes))
         self._graphs: dict[tuple[int, bool, bool], Graph] = {}
+        self._known: NDArray[np.float32] | None = None  # temperatures of the records
+        self._draws = np.zeros(0, DRAW)
 
     @property
     def tokens(self) -> int:
@@ -191,7 +195,7 @@ class Selector:
 
     def _fill(self, s: SelectionBatch) -> None:
         self._tables.begin()
-        self._tables.fill("draws", draw_records(s).view(np.int32))
+        self._tables.fill("draws", self._records(s).view(np.int32))
         if len(s.bias_ids):
             self._tables.fill("bias_ids", s.bias_ids.astype(np.int32, copy=False))
             self._tables.fill("bias_values", s.bias_values.astype(np.float32, copy=False))
@@ -199,6 +203,14 @@ class Selector:
             words = np.asarray(s.mask)[:, : div_ceil(self._V, 32)]
             self._tables.fill("mask", words)
         self._tables.send()
+
+    def _records(self, s: SelectionBatch) -> NDArray[Any]:
+        """The records of draws; what requests say stays from round to round, in the same arrays."""
+        if s.temperature is not self._known:
+            self._known, self._draws = s.temperature, draw_records(s)
+        draws = self._draws
+        draws["position"], draws["purpose"], draws["forced"] = s.positions, s.purposes, s.forced
+        return draws
 
     def reset(self, lanes: Sequence[int]) -> None:
         """Zero the counts of lanes."""
