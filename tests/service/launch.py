@@ -27,7 +27,9 @@ def main(text: str) -> None:
     }
     if wanted["backend"] == "cuda":
         wanted["kv_capacity"] = GPU_KV_CAPACITY
-    engine = EngineConfig(**wanted | options.pop("engine", {}))
+    wanted |= options.pop("engine", {})
+    wanted["package"] = Path(wanted["package"])
+    engine = EngineConfig(**wanted)
     for name in ("request_log", "api_keys_file", "state_dir"):
         if name in options:
             options[name] = Path(options[name])
