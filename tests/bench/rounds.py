@@ -31,9 +31,8 @@ from ginfer.cuda.slots import slot_nbytes
 from ginfer.engine.bench import decoding, histories
 from ginfer.engine.engine import Engine
 from ginfer.engine.loader import open_package
-from ginfer.engine.memory import page_nbytes
 from ginfer.sizes import MIB, human_bytes
-from ginfer.spec import PAGE_TOKENS
+from ginfer.spec import PAGE_TOKENS, KvCodec
 from tests.bench.ops import read_ceiling
 from tests.bench.summary import SUMMARY, record
 
@@ -74,7 +73,7 @@ class Load:
         return self.matrices_nbytes + rows * (kv + 2 * self.slot_nbytes)
 
 
-def load_of(package: Path) -> tuple[Load, ModelSpec]:
+def load_of(package: Path, codec: KvCodec) -> tuple[Load, ModelSpec]:
     """The bytes of a package's rounds, and its model."""
     bound = open_package(package, verify=False, progress=lambda *_: None)
     with bound.package as opened:
@@ -82,8 +81,9 @@ def load_of(package: Path) -> tuple[Load, ModelSpec]:
         rows = ("text/token_embedding",)  # looked up, not read
         matrices = sum(r.bytes for r in opened.tensors if r.name.startswith("text/"))
         matrices -= sum(r.bytes for r in opened.tensors if r.name in rows)
-    sizes = {"page_nbytes": page_nbytes(spec), "slot_nbytes": slot_nbytes(spec)}
-    return Load(matrices_nbytes=matrices, **sizes), spec
+    page = spec.page_nbytes(codec) + spec.scales_nbytes(codec)
+    slot = slot_nbytes(spec)
+    return Load(matrices_nbytes=matrices, page_nbytes=page, slot_nbytes=slot), spec
 
 
 def drop_cache(path: Path) -> None:
@@ -124,7 +124,7 @@ def raw_read_s(path: Path) -> float:
     return time.perf_counter() - start
 
 
-def timed_start(package: Path, *, cold: bool) -> tuple[Engine, Figures]:
+def timed_start(config: EngineConfig, *, cold: bool) -> tuple[Engine, Figures]:
     """An engine, and figures of its start. cold: from a file that is not in the page cache, with
     the time that reading it takes."""
     marks: dict[str, float] = {}
@@ -133,11 +133,11 @@ def timed_start(package: Path, *, cold: bool) -> tuple[Engine, Figures]:
         marks.setdefault(f"first {stage}", time.perf_counter())
         marks[f"last {stage}"] = time.perf_counter()
 
-    raw = raw_read_s(package) if cold else 0.0
+    raw = raw_read_s(config.package) if cold else 0.0
     if cold:
-        drop_cache(package)
+        drop_cache(config.package)
     start = time.perf_counter()
-    engine = Engine.open(EngineConfig(package=package, backend="cuda"), progress)
+    engine = Engine.open(config, progress)
     ready = time.perf_counter()
     before = marks["first load"] - start
     load = marks["last load"] - marks["first load"]
@@ -284,8 +284,9 @@ def measure(options: argparse.Namespace, ceiling: float) -> Iterator[Figures]:
     """Figures of everything, as they come."""
     device = Device()
     before = device.free_nbytes()
-    load, spec = load_of(options.package)
-    engine, start = timed_start(options.package, cold=options.start)
+    load, spec = load_of(options.package, KvCodec(options.kv_dtype))
+    config = EngineConfig(package=options.package, backend="cuda", kv_dtype=options.kv_dtype)
+    engine, start = timed_start(config, cold=options.start)
     yield start
     with engine:
         yield {"memory.ledger_error": (memory_error(engine, before, device), "fraction")}
@@ -314,6 +315,7 @@ def main() -> None:
     parser.add_argument("package", type=Path)
     parser.add_argument("--contexts", type=int, nargs="*", default=CONTEXTS, help="x 1024 tokens")
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="requests together")
+    parser.add_argument("--kv-dtype", default="bf16", help="storage of K/V")
     parser.add_argument("--start", action="store_true", help="from a cold file, with figures of it")
     parser.add_argument("--out", type=Path, nargs="?", const=SUMMARY, help="merge figures into it")
     parser.add_argument("--commit", default="", help="the commit to record; default: git's")
