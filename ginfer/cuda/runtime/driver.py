@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+import os
 from typing import Any
 
 from cuda.bindings import driver
 
 from ginfer.errors import DeviceError
 
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # no kernel is loaded at its first launch
 LOST = frozenset(  # after these the context is gone; everything else leaves it usable
     f"CUDA_ERROR_{name}"
     for name in (
