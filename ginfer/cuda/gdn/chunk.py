@@ -8,7 +8,7 @@ however a prompt is cut.
 
 Everything is kept transposed: a warp owns 16 columns of V, its part of S^T in FP32 registers from
 first chunk to last, and the sums of one product are the A operand of the next. K, Q and V are
-BF16 as they are; S, R and U are two BF16 numbers, so that a product is exact to 2^-16.
+BF16 as they are; S, R, U, T and P are two BF16 numbers, so that a product is exact to 2^-16.
 
 Legend: T tokens, HK key heads, HV value heads, K = V = 128, X channels. Oracle: tests.oracles.gdn.
 """
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.attention.pages import PANEL_NBYTES
-from ginfer.cuda.attention.products import mma_add
 from ginfer.cuda.gdn.gate import gated_norm
 from ginfer.cuda.gdn.prepare import (
     BLOCK_NBYTES,
@@ -52,7 +51,7 @@ from ginfer.cuda.lib.ptx import (
     ld_shared_u32x4,
     ldmatrix_x4,
     ldmatrix_x4_trans,
-    mma_split_add,
+    mma_pair_add,
     shared_address,
     split_bf16,
     st_global_f32,
@@ -102,11 +101,20 @@ def gdn_chunk_kernel(warps: int, stages: int, early: int):  # type: ignore[no-un
         long to unroll keeps its sums in local memory."""
         split_bf16(high, low, s, 8 * step)
         at = uint32(keys ^ uint32(32 * (step & 3))) + uint32((step >> 2) * PANEL_NBYTES)
-        for n in range(4):
-            k = ldmatrix_x4(uint32(at + uint32(n * BLOCK_ROWS_NBYTES)))
-            q = ldmatrix_x4(uint32(at + uint32(queries_at + n * BLOCK_ROWS_NBYTES)))
-            mma_split_add(x, 8 * n, high, low, k[0], k[2], k[1], k[3])
-            mma_split_add(y, 8 * n, high, low, q[0], q[2], q[1], q[3])
+        for n in range(2):
+            k = ldmatrix_x4(uint32(at + uint32(2 * n * BLOCK_ROWS_NBYTES)))
+            q = ldmatrix_x4(uint32(at + uint32(queries_at + 2 * n * BLOCK_ROWS_NBYTES)))
+            m = ldmatrix_x4(uint32(at + uint32((2 * n + 1) * BLOCK_ROWS_NBYTES)))
+            r = ldmatrix_x4(uint32(at + uint32(queries_at + (2 * n + 1) * BLOCK_ROWS_NBYTES)))
+            # what adds to the same sums stands far apart: each waits for the one before
+            mma_pair_add(x, 16 * n, high, k[0], k[1], k[2], k[3])
+            mma_pair_add(y, 16 * n, high, q[0], q[1], q[2], q[3])
+            mma_pair_add(x, 16 * n + 8, high, m[0], m[1], m[2], m[3])
+            mma_pair_add(y, 16 * n + 8, high, r[0], r[1], r[2], r[3])
+            mma_pair_add(x, 16 * n, low, k[0], k[1], k[2], k[3])
+            mma_pair_add(y, 16 * n, low, q[0], q[1], q[2], q[3])
+            mma_pair_add(x, 16 * n + 8, low, m[0], m[1], m[2], m[3])
+            mma_pair_add(y, 16 * n + 8, low, r[0], r[1], r[2], r[3])
 
     @cuda.jit(device=True, inline="always")
     def factor_pair(factors, token, lane):
@@ -136,35 +144,48 @@ def gdn_chunk_kernel(warps: int, stages: int, early: int):  # type: ignore[no-un
                 x[p + 3] = fma_f32(-high, x[p + 3], high_f32(v[2 + half]))
 
     @cuda.jit(device=True, inline="always")
-    def multiply_inverse(u, x, high, low, step, within):
-        """u += R^T T^T for rows 16 step .. 16 step + 15 of R."""
+    def multiply_lower(u, x, high, low, step, blocks):
+        """u += X^T M^T for rows 16 step .. 16 step + 15 of X, M lower triangular, both of two
+        parts."""
+        w = cuda.local.array(16, uint32)
         split_bf16(high, low, x, 8 * step)
         for n in range(4):
             if n >= step:
-                at = uint32(within + uint32((n * (n + 1) // 2 + step) * BLOCK_NBYTES))
-                b, c = ld_shared_u32x4(at), ld_shared_u32x4(uint32(at + uint32(LOW_AT)))
-                mma_split_add(u, 8 * n, high, low, b[0], b[1], b[2], b[3])
-                mma_add(u, 8 * n, high, c[0], c[1])
-                mma_add(u, 8 * n + 4, high, c[2], c[3])
-
-    @cuda.jit(device=True, inline="always")
-    def multiply_scores(y, u, high, low, step, within):
-        """y += U^T P^T for the same rows of U."""
-        split_bf16(high, low, u, 8 * step)
+                at = uint32(blocks + uint32((n * (n + 1) // 2 + step) * BLOCK_NBYTES))
+                b = ld_shared_u32x4(at)
+                mma_pair_add(u, 8 * n, high, b[0], b[1], b[2], b[3])
+                for i in range(4):
+                    w[4 * n + i] = b[i]
         for n in range(4):
             if n >= step:
-                at = uint32(P_AT + (n * (n + 1) // 2 + step) * BLOCK_NBYTES)
-                b = ld_shared_u32x4(uint32(within + at))
-                mma_split_add(y, 8 * n, high, low, b[0], b[1], b[2], b[3])
+                p = 4 * n
+                mma_pair_add(u, 8 * n, low, w[p], w[p + 1], w[p + 2], w[p + 3])
+        for n in range(4):
+            if n >= step:
+                at = uint32(LOW_AT + (n * (n + 1) // 2 + step) * BLOCK_NBYTES)
+                b = ld_shared_u32x4(uint32(blocks + at))
+                mma_pair_add(u, 8 * n, high, b[0], b[1], b[2], b[3])
 
     @cuda.jit(device=True, inline="always")
     def add_to_state(s, u, high, low, step, keys):
-        """S^T += U^T K for the same rows of U."""
+        """S^T += U^T K for rows 16 step .. 16 step + 15 of U."""
         split_bf16(high, low, u, 8 * step)
-        for n in range(8):
-            at = uint32(keys ^ uint32(32 * (n & 3))) + uint32((n >> 2) * PANEL_NBYTES)
-            b = ldmatrix_x4_trans(uint32(at + uint32(step * BLOCK_ROWS_NBYTES)))
-            mma_split_add(s, 8 * n, high, low, b[0], b[1], b[2], b[3])
+        for n in range(2):
+            at = uint32(keys + uint32(n * PANEL_NBYTES + step * BLOCK_ROWS_NBYTES))
+            b, c = ldmatrix_x4_trans(at), ldmatrix_x4_trans(uint32(at ^ uint32(32)))
+            d, e = (
+                ldmatrix_x4_trans(uint32(at ^ uint32(64))),
+                ldmatrix_x4_trans(uint32(at ^ uint32(96))),
+            )
+            p = 32 * n
+            mma_pair_add(s, p, high, b[0], b[1], b[2], b[3])
+            mma_pair_add(s, p + 8, high, c[0], c[1], c[2], c[3])
+            mma_pair_add(s, p + 16, high, d[0], d[1], d[2], d[3])
+            mma_pair_add(s, p + 24, high, e[0], e[1], e[2], e[3])
+            mma_pair_add(s, p, low, b[0], b[1], b[2], b[3])
+            mma_pair_add(s, p + 8, low, c[0], c[1], c[2], c[3])
+            mma_pair_add(s, p + 16, low, d[0], d[1], d[2], d[3])
+            mma_pair_add(s, p + 24, low, e[0], e[1], e[2], e[3])
 
     @cuda.jit(device=True, inline="always")
     def store(results, y, row_nbytes, count, lane):
@@ -207,7 +228,11 @@ def gdn_chunk_kernel(warps: int, stages: int, early: int):  # type: ignore[no-un
         h = uint32(block - row * HV)
         key = div_u32(h, div_u32(HV, HK))
         column = uint32(first_column + warp * uint32(TILE_ROWS))
-        # of a lane in a 16 x 16 block of a panel; the warp's columns of V in their panel
+        # of a lane in a 16 x 16 block of a panel, as it is and transposed; operands of an mma are
+        # neighbours in either. Then the warp's columns of V in their panel
+        straight = uint32((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8)) * uint32(128)
+        turn = uint32(((lane >> uint32(3)) & uint32(1)) ^ (lane & uint32(7)))
+        straight = uint32(straight + turn * uint32(16))
         swizzled = uint32((lane & uint32(15)) * uint32(128))
         swizzled = uint32(swizzled + ((lane >> uint32(4)) ^ (lane & uint32(7))) * uint32(16))
         value_panel = uint32(uint32(values_at) + (warp >> uint32(2)) * uint32(PANEL_NBYTES))
@@ -248,29 +273,31 @@ def gdn_chunk_kernel(warps: int, stages: int, early: int):  # type: ignore[no-un
             cuda.syncthreads()
             keys = uint32(base + (c & uint32(stages - 1)) * uint32(stage_nbytes))
             lane_keys, inside = uint32(keys + swizzled), uint32(keys + uint32(within_at))
+            lane_rows = uint32(keys + straight)
             values = uint32(uint32(lane_keys + value_panel) ^ value_chunk)
             lane_inside = uint32(inside + lane * uint32(16))
+            lane_scores = uint32(lane_inside + uint32(P_AT))
             factors = uint32(inside + uint32(FACTORS_AT))
             for i in range(32):
                 x[i], y[i], u[i] = float32(0.0), float32(0.0), float32(0.0)
-            multiply_state(x, y, s, a, b, 0, lane_keys)
-            multiply_state(x, y, s, a, b, 1, lane_keys)
-            multiply_state(x, y, s, a, b, 2, lane_keys)
-            multiply_state(x, y, s, a, b, 3, lane_keys)
-            multiply_state(x, y, s, a, b, 4, lane_keys)
-            multiply_state(x, y, s, a, b, 5, lane_keys)
-            multiply_state(x, y, s, a, b, 6, lane_keys)
-            multiply_state(x, y, s, a, b, 7, lane_keys)
+            multiply_state(x, y, s, a, b, 0, lane_rows)
+            multiply_state(x, y, s, a, b, 1, lane_rows)
+            multiply_state(x, y, s, a, b, 2, lane_rows)
+            multiply_state(x, y, s, a, b, 3, lane_rows)
+            multiply_state(x, y, s, a, b, 4, lane_rows)
+            multiply_state(x, y, s, a, b, 5, lane_rows)
+            multiply_state(x, y, s, a, b, 6, lane_rows)
+            multiply_state(x, y, s, a, b, 7, lane_rows)
             remainder(x, values, factors, lane)
-            multiply_inverse(u, x, a, b, 0, lane_inside)
-            multiply_inverse(u, x, a, b, 1, lane_inside)
-            multiply_inverse(u, x, a, b, 2, lane_inside)
-            multiply_inverse(u, x, a, b, 3, lane_inside)
+            multiply_lower(u, x, a, b, 0, lane_inside)
+            multiply_lower(u, x, a, b, 1, lane_inside)
+            multiply_lower(u, x, a, b, 2, lane_inside)
+            multiply_lower(u, x, a, b, 3, lane_inside)
             scale(y, uint32(factors + uint32(4 * CHUNK)), lane)
-            multiply_scores(y, u, a, b, 0, lane_inside)
-            multiply_scores(y, u, a, b, 1, lane_inside)
-            multiply_scores(y, u, a, b, 2, lane_inside)
-            multiply_scores(y, u, a, b, 3, lane_inside)
+            multiply_lower(y, u, a, b, 0, lane_scores)
+            multiply_lower(y, u, a, b, 1, lane_scores)
+            multiply_lower(y, u, a, b, 2, lane_scores)
+            multiply_lower(y, u, a, b, 3, lane_scores)
             t = ld_global_u32(row_of_32(chunks, uint32(c * uint32(2))))
             count = ld_global_u32(row_of_32(chunks, uint32(c * uint32(2) + uint32(1))))
             to = results + int64(t) * result_nbytes + int64(h) * (4 * WIDTH)
@@ -296,7 +323,7 @@ def gdn_chunk_kernel(warps: int, stages: int, early: int):  # type: ignore[no-un
 
 
 def form_of(capability: str) -> tuple[int, int]:
-    """(warps, stages) of a capability: two stages need 114 KB."""
+    """(warps, stages) of a capability: two stages need 122 KB."""
     return 4, 2 if capability in ("80", "90", "90a") else 1
 
 

@@ -3,8 +3,8 @@
 y[t, x] = silu(sum_k taps[k, x] * m[t - taps + 1 + k, x]) in FP32, rounded to BF16; before a row's
 first column stands its history, the last taps - 1 raw columns, BF16 as they were. In short rows a
 thread owns two channels; in long ones eight channels of a piece of the columns, four of which it
-reads at a time, and the history moves on in a launch of its own, because a slot may be read and
-written. Both give the same bits.
+reads at a time. The thread that reads the history of a channel writes it too, because a slot may be
+read and written. Both give the same bits.
 
 Legend: T columns, B rows, X channels, W columns of `mix` (X + those of z). Oracle:
 tests.oracles.gdn.causal_conv.
@@ -42,15 +42,13 @@ TAPS = 4
 THREADS = 128
 PIECE = 32  # columns
 WIDE, AT_ONCE = 8, 4  # channels of a thread of prefill, columns that it reads at a time
+RESIDENT = 5  # blocks of prefill on a multiprocessor: 2,048 columns of 10,240 channels at a time
 
 
 @kernel(*(int64,) * 7, *(uint32,) * 3)
 def conv_kernel(early: int):  # type: ignore[no-untyped-def]
-    """Arguments y, mix, taps, history, indptr, state_in, state_out, X, W, blocks of a row.
-
-    y: [T][X] BF16, or 0: only the history moves on. history: [slots][taps - 1][X] BF16 of the
-    layer.
-    """
+    """Arguments y, mix, taps, history, indptr, state_in, state_out, X, W, blocks of a row. history:
+    [slots][taps - 1][X] BF16 of the layer."""
     start = follow(early)
 
     @cuda.jit(device=True, inline="always")
@@ -74,24 +72,23 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
             slot_nbytes = int64(X) * (2 * TAPS - 2)
             old = history + int64(ld_global_u32(row_of_32(state_in, row))) * slot_nbytes
             new = history + int64(ld_global_u32(row_of_32(state_out, row))) * slot_nbytes
-            t = first if y != 0 else end
+            t = first
             a = raw(mix, old, t - 3, first, X, W, c)
             b = raw(mix, old, t - 2, first, X, W, c)
             d = raw(mix, old, t - 1, first, X, W, c)
-            if y != 0:
-                for k in range(TAPS):
-                    at = taps + (int64(k) * int64(X) + int64(c)) * 4
-                    w[2 * k], w[2 * k + 1] = ld_global_f32(at), ld_global_f32(at + 4)
-                while t < end:
-                    e = ld_global_u32(mix + (t * int64(W) + int64(c)) * 2)
-                    low = fma_f32(w[2], low_f32(b), w[0] * low_f32(a))
-                    low = fma_f32(w[6], low_f32(e), fma_f32(w[4], low_f32(d), low))
-                    high = fma_f32(w[3], high_f32(b), w[1] * high_f32(a))
-                    high = fma_f32(w[7], high_f32(e), fma_f32(w[5], high_f32(d), high))
-                    to = y + (t * int64(X) + int64(c)) * 2
-                    st_global_u32(to, pack_bf16(silu(low), silu(high)))
-                    a, b, d = b, d, e
-                    t += 1
+            for k in range(TAPS):
+                at = taps + (int64(k) * int64(X) + int64(c)) * 4
+                w[2 * k], w[2 * k + 1] = ld_global_f32(at), ld_global_f32(at + 4)
+            while t < end:
+                e = ld_global_u32(mix + (t * int64(W) + int64(c)) * 2)
+                low = fma_f32(w[2], low_f32(b), w[0] * low_f32(a))
+                low = fma_f32(w[6], low_f32(e), fma_f32(w[4], low_f32(d), low))
+                high = fma_f32(w[3], high_f32(b), w[1] * high_f32(a))
+                high = fma_f32(w[7], high_f32(e), fma_f32(w[5], high_f32(d), high))
+                to = y + (t * int64(X) + int64(c)) * 2
+                st_global_u32(to, pack_bf16(silu(low), silu(high)))
+                a, b, d = b, d, e
+                t += 1
             st_global_u32(new + int64(c) * 2, a)
             st_global_u32(new + (int64(X) + int64(c)) * 2, b)
             st_global_u32(new + (int64(X) * 2 + int64(c)) * 2, d)
@@ -99,10 +96,10 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
     return Build(conv, THREADS)
 
 
-@kernel(*(int64,) * 6, *(uint32,) * 4)
+@kernel(*(int64,) * 7, *(uint32,) * 4)
 def conv_prefill_kernel(early: int):  # type: ignore[no-untyped-def]
-    """Arguments y, mix, taps, history, indptr, state_in, X, W, pieces, blocks; the history stays. A
-    row has `pieces` pieces and `blocks` blocks of channels per piece. X, W: multiples of 8."""
+    """Arguments y, mix, taps, history, indptr, state_in, state_out, X, W, pieces, blocks. A row has
+    `pieces` pieces and `blocks` blocks of channels per piece. X, W: multiples of 8."""
     start, words = follow(early), WIDE // 2
     ahead, all_words, all_taps = (TAPS - 1) * words, (TAPS - 1 + AT_ONCE) * words, TAPS * WIDE
 
@@ -122,8 +119,17 @@ def conv_prefill_kernel(early: int):  # type: ignore[no-untyped-def]
             high = fma_f32(w[k * WIDE + 2 * j + 1], high_f32(word), high)
         return pack_bf16(silu(low), silu(high))
 
-    @cuda.jit(fastmath=True, launch_bounds=THREADS)
-    def conv_prefill(y, mix, taps, history, indptr, state_in, X, W, pieces, blocks):
+    @cuda.jit(device=True, inline="always")
+    def load_before(v, mix, old, t, first, X, W, c):
+        """The columns before t, of which some may lie in the history."""
+        for k in range(TAPS - 1):
+            at = mix + ((t - 3 + k) * int64(W) + int64(c)) * 2
+            if t - 3 + k < first:
+                at = old + (t - first + k) * int64(X) * 2
+            load_words(v, k * words, at)
+
+    @cuda.jit(fastmath=True, launch_bounds=(THREADS, RESIDENT))
+    def conv_prefill(y, mix, taps, history, indptr, state_in, state_out, X, W, pieces, blocks):
         w, v = cuda.local.array(all_taps, float32), cuda.local.array(all_words, uint32)
         start()
         unit = div_u32(uint32(cuda.blockIdx.x), blocks)
@@ -137,11 +143,7 @@ def conv_prefill_kernel(early: int):  # type: ignore[no-untyped-def]
         if c < X and t < end:
             slot = int64(ld_global_u32(row_of_32(state_in, row)))
             old = history + (slot * int64(X) * (TAPS - 1) + int64(c)) * 2
-            for k in range(TAPS - 1):
-                at = mix + ((t - 3 + k) * int64(W) + int64(c)) * 2
-                if t - 3 + k < first:
-                    at = old + (t - first + k) * int64(X) * 2
-                load_words(v, k * words, at)
+            load_before(v, mix, old, t, first, X, W, c)
             for k in range(TAPS):
                 for i in range(2):
                     q = ld_global_f32x4(taps + (int64(k) * int64(X) + int64(c) + 4 * i) * 4)
@@ -160,12 +162,19 @@ def conv_prefill_kernel(early: int):  # type: ignore[no-untyped-def]
                 for j in range(ahead):
                     v[j] = v[AT_ONCE * words + j]
                 t += AT_ONCE
+            if unit == row * pieces:
+                slot = int64(ld_global_u32(row_of_32(state_out, row)))
+                new = history + (slot * int64(X) * (TAPS - 1) + int64(c)) * 2
+                load_before(v, mix, old, end, first, X, W, c)
+                for k in range(TAPS - 1):
+                    to, p = new + int64(k) * int64(X) * 2, k * words
+                    st_global_u32x4(to, v[p], v[p + 1], v[p + 2], v[p + 3])
 
     return Build(conv_prefill, THREADS)
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """One kernel of decode and of the history, one of prefill."""
+    """One kernel for short rows, one for long ones."""
     yield conv_kernel(starts_early(capability))
     yield conv_prefill_kernel(starts_early(capability))
 
@@ -196,12 +205,12 @@ class Channels:
 def conv(queue: Queue, y: int, mix: int, *, rows: Rows, channels: Channels) -> None:
     """y [T, X] BF16 = convolution of mix [T, W] BF16; the history moves from slot state_in to
     state_out."""
-    addresses = (mix, channels.taps, channels.history, rows.indptr, rows.state_in)
-    blocks, sizes = div_ceil(channels.X, 2 * THREADS), (channels.X, channels.W)
+    tables = (rows.indptr, rows.state_in, rows.state_out)
+    addresses, sizes = (y, mix, channels.taps, channels.history, *tables), (channels.X, channels.W)
     if rows.longest > PIECE:
-        wide, pieces = div_ceil(channels.X, WIDE * THREADS), div_ceil(rows.longest, PIECE)
-        grid = (rows.B * pieces * wide,)
-        queue.launch(conv_prefill_kernel(queue.early), grid, y, *addresses, *sizes, pieces, wide)
-        y = 0
-    grid = (rows.B * blocks,)
-    queue.launch(conv_kernel(queue.early), grid, y, *addresses, rows.state_out, *sizes, blocks)
+        blocks, pieces = div_ceil(channels.X, WIDE * THREADS), div_ceil(rows.longest, PIECE)
+        item, grid = conv_prefill_kernel(queue.early), (rows.B * pieces * blocks,)
+        queue.launch(item, grid, *addresses, *sizes, pieces, blocks)
+    else:
+        blocks = div_ceil(channels.X, 2 * THREADS)
+        queue.launch(conv_kernel(queue.early), (rows.B * blocks,), *addresses, *sizes, blocks)

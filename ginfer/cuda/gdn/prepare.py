@@ -4,8 +4,8 @@ Per chunk and value head, rows i and j of a chunk, G the running sum of g in it:
   A = strict_lower(beta_i (k_i . k_j) e^(G_i - G_j)), T = (I + A)^-1 diag(beta),
   P = lower((q_i . k_j) e^(G_i - G_j)),
 with k = unit(k), q = unit(q) / sqrt(K) and the gates of `step`. Products are of BF16 inputs as they
-are, their lengths are divided out in FP32; T is found by substitution in FP32 and kept as a BF16
-and what that leaves, BF16 too. Rows beyond the end of a chunk are zero in all of it.
+are, their lengths are divided out in FP32; T is found by substitution in FP32. T and P are kept as
+the nearest BF16 and what that leaves, BF16 too. Rows beyond the end of a chunk are zero.
 
 Legend: HK key heads, HV value heads, K = 128, X channels. Blocks are 16 x 16; only those on and
 below the diagonal are kept, row after row, each in the order of the B operands of two m16n8k16.
@@ -24,7 +24,6 @@ from ginfer.cuda.lib.numeric import (
     follow,
     high_f32,
     low_f32,
-    pack_bf16,
     row_of_32,
     sigmoid,
     softplus,
@@ -43,6 +42,7 @@ from ginfer.cuda.lib.ptx import (
     ld_shared_u32x4,
     rsqrt_approx,
     shared_address,
+    split_bf16,
     st_global_f32,
     st_global_u32x4,
     st_shared_f32,
@@ -56,11 +56,11 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
 
 CHUNK = TILE
-THREADS = 128
+THREADS, AT_ONCE = 128, 4
 BLOCK_NBYTES, BLOCKS = 512, 10
-LOW_AT, P_AT = BLOCKS * BLOCK_NBYTES, 2 * BLOCKS * BLOCK_NBYTES
+LOW_AT, P_AT = BLOCKS * BLOCK_NBYTES, 2 * BLOCKS * BLOCK_NBYTES  # the high parts come first
 # behind the blocks: factors of S^T k, S^T q, k per row, and of the state, FP32
-FACTORS_AT = 3 * BLOCKS * BLOCK_NBYTES
+FACTORS_AT = 4 * BLOCKS * BLOCK_NBYTES
 END_AT = FACTORS_AT + 3 * CHUNK * 4
 WITHIN_NBYTES = END_AT + 16
 PITCH = CHUNK + 4  # floats
@@ -147,38 +147,54 @@ def gdn_prepare_kernel(early: int):  # type: ignore[no-untyped-def]
                     mma_add(qk, 8 * n + 4, q, b[1], b[3])
 
     @cuda.jit(device=True, inline="always")
-    def weigh(kk, qk, p, base, i, j):
-        """Element p of both products, row i and column j: A to its place, transposed, P in place of
-        Q K^T."""
-        row, column = uint32(base + i * uint32(4)), uint32(base + j * uint32(4))
-        decay, a = float32(0.0), float32(0.0)
-        if j <= i:
-            g = ld_shared_f32(uint32(row + uint32(sums)))
-            decay = decay_of(g - ld_shared_f32(uint32(column + uint32(sums))))
-        decay = decay * ld_shared_f32(uint32(column + uint32(invk)))
-        qk[p] = qk[p] * ld_shared_f32(uint32(row + uint32(invq))) * decay
-        if j < i:
-            beta = ld_shared_f32(uint32(row + uint32(betas)))
-            a = kk[p] * ld_shared_f32(uint32(row + uint32(invk))) * beta * decay
-        st_shared_f32(uint32(base + (j * uint32(PITCH) + i) * uint32(4)), a)
+    def pair_at(base, at, j):
+        """Elements j and j + 1 of a vector."""
+        f = ld_shared_u32x2(uint32(base + uint32(at) + j * uint32(4)))
+        return f32_from_bits(f[0]), f32_from_bits(f[1])
+
+    @cuda.jit(device=True, inline="always")
+    def weigh(kk, qk, p, i, j, g, scales):
+        """Element p of both products, row i and column j: A and P. g: sum of the row and of the
+        column; scales: of K K^T and of Q K^T."""
+        decay = decay_of(g[0] - g[1]) if j <= i else float32(0.0)
+        kk[p] = kk[p] * scales[0] * decay if j < i else float32(0.0)
+        qk[p] = qk[p] * scales[1] * decay
+
+    @cuda.jit(device=True, inline="always")
+    def keep(block, a, lane):
+        """A block of 16 rows, of the order of an A operand, in that of two B operands."""
+        st_global_u32x4(block + int64(lane) * 16, a[0], a[2], a[1], a[3])
 
     @cuda.jit(device=True, inline="always")
     def weigh_blocks(kk, qk, base, out, warp, lane):
-        """The warp's blocks of A and P."""
+        """The warp's blocks of A, transposed, to their place, those of P to memory."""
+        high_words, low_words = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
+        i = uint32(warp * uint32(16) + (lane >> uint32(2)))
+        low, high = uint32(base + i * uint32(4)), uint32(base + i * uint32(4) + uint32(32))
+        g = ld_shared_f32(uint32(low + uint32(sums))), ld_shared_f32(uint32(high + uint32(sums)))
+        q = ld_shared_f32(uint32(low + uint32(invq))), ld_shared_f32(uint32(high + uint32(invq)))
+        k = (
+            ld_shared_f32(uint32(low + uint32(invk))) * ld_shared_f32(uint32(low + uint32(betas))),
+            ld_shared_f32(uint32(high + uint32(invk)))
+            * ld_shared_f32(uint32(high + uint32(betas))),
+        )
         for n in range(4):
             if uint32(n) <= warp:
-                for e in range(8):
-                    i = uint32(warp * uint32(16) + (lane >> uint32(2)) + uint32((e & 2) * 4))
-                    j = uint32(uint32(16 * n + (e >> 2) * 8 + (e & 1)) + (lane & uint32(3)) * 2)
-                    weigh(kk, qk, 8 * n + e, base, i, j)
+                for half in range(2):
+                    j = uint32(uint32(16 * n + 8 * half) + (lane & uint32(3)) * uint32(2))
+                    gs, inv = pair_at(base, sums, j), pair_at(base, invk, j)
+                    for e in range(4):
+                        r, c = e >> 1, e & 1
+                        row, column = uint32(i + uint32(8 * r)), uint32(j + uint32(c))
+                        scales = (k[r] * inv[c], q[r] * inv[c])
+                        p = 8 * n + 4 * half + e
+                        weigh(kk, qk, p, row, column, (g[r], gs[c]), scales)
+                        at = uint32(base + (column * uint32(PITCH) + row) * uint32(4))
+                        st_shared_f32(at, kk[p])
                 block = int64(((warp * (warp + uint32(1))) >> uint32(1)) + uint32(n))
-                st_global_u32x4(
-                    out + P_AT + block * BLOCK_NBYTES + int64(lane) * 16,
-                    pack_bf16(qk[8 * n], qk[8 * n + 1]),
-                    pack_bf16(qk[8 * n + 4], qk[8 * n + 5]),
-                    pack_bf16(qk[8 * n + 2], qk[8 * n + 3]),
-                    pack_bf16(qk[8 * n + 6], qk[8 * n + 7]),
-                )
+                split_bf16(high_words, low_words, qk, 8 * n)
+                keep(out + P_AT + block * BLOCK_NBYTES, high_words, lane)
+                keep(out + P_AT + LOW_AT + block * BLOCK_NBYTES, low_words, lane)
 
     @cuda.jit(device=True, inline="always")
     def take(r, at, x, first):
@@ -207,9 +223,11 @@ def gdn_prepare_kernel(early: int):  # type: ignore[no-untyped-def]
                 r[i] = float32(1.0) if uint32(row + uint32(i)) == thread else float32(0.0)
             m = first
             while m < row:
-                x = ld_shared_f32(uint32(column + m * uint32(PITCH * 4)))
-                take(r, uint32(base + (m * uint32(PITCH) + row) * uint32(4)), x, -1)
-                m = uint32(m + uint32(1))
+                for i in range(AT_ONCE):
+                    step = uint32((m + uint32(i)) * uint32(PITCH * 4))
+                    x = ld_shared_f32(uint32(column + step))
+                    take(r, uint32(base + step + row * uint32(4)), x, -1)
+                m = uint32(m + uint32(AT_ONCE))
             at = uint32(base + row * uint32(PITCH * 4 + 4))
             sweep(r, at, 0)
             sweep(r, at, 4)
@@ -220,32 +238,26 @@ def gdn_prepare_kernel(early: int):  # type: ignore[no-untyped-def]
             row = uint32(row + uint32(16))
 
     @cuda.jit(device=True, inline="always")
-    def inverse_pair(base, i, j):
-        """T[i, j], T[i, j + 1]: a BF16 pair, and what it leaves."""
-        at = uint32(base + uint32(MATRIX_NBYTES) + (i * uint32(PITCH) + j) * uint32(4))
-        x, word = ld_shared_u32x2(at), uint32(base + uint32(betas) + j * uint32(4))
-        b = ld_shared_u32x2(word)
-        low, high = (
-            f32_from_bits(x[0]) * f32_from_bits(b[0]),
-            f32_from_bits(x[1]) * f32_from_bits(b[1]),
-        )
-        pair = pack_bf16(low, high)
-        return pair, pack_bf16(low - low_f32(pair), high - high_f32(pair))
-
-    @cuda.jit(device=True, inline="always")
     def keep_inverse(base, out, warp, lane):
         """The warp's blocks of T."""
+        v = cuda.local.array(8, float32)
+        high, low = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
         for n in range(4):
             if uint32(n) <= warp:
-                i = uint32(warp * uint32(16) + (lane >> uint32(2)))
-                j = uint32(uint32(16 * n) + (lane & uint32(3)) * uint32(2))
-                a, c = inverse_pair(base, i, j), inverse_pair(base, i, uint32(j + uint32(8)))
-                i = uint32(i + uint32(8))
-                d, e = inverse_pair(base, i, j), inverse_pair(base, i, uint32(j + uint32(8)))
+                for half in range(2):
+                    j = uint32(uint32(16 * n + 8 * half) + (lane & uint32(3)) * uint32(2))
+                    beta = pair_at(base, betas, j)
+                    for r in range(2):
+                        i = uint32(warp * uint32(16) + (lane >> uint32(2)) + uint32(8 * r))
+                        x = pair_at(base, MATRIX_NBYTES, uint32(i * uint32(PITCH) + j))
+                        v[4 * half + 2 * r], v[4 * half + 2 * r + 1] = (
+                            x[0] * beta[0],
+                            x[1] * beta[1],
+                        )
+                split_bf16(high, low, v, 0)
                 block = int64(((warp * (warp + uint32(1))) >> uint32(1)) + uint32(n))
-                to = out + block * BLOCK_NBYTES + int64(lane) * 16
-                st_global_u32x4(to, a[0], c[0], d[0], e[0])
-                st_global_u32x4(to + LOW_AT, a[1], c[1], d[1], e[1])
+                keep(out + block * BLOCK_NBYTES, high, lane)
+                keep(out + LOW_AT + block * BLOCK_NBYTES, low, lane)
 
     @cuda.jit(device=True, inline="always")
     def keep_factors(base, out, row):

@@ -229,28 +229,27 @@ def _elements(context, builder, typed, array, first, count):
 
 
 @intrinsic
-def mma_split_add(typingctx, c, p, high, low, b0, b1, b2, b3):
-    """c[p : p + 4] += (high + low) B, c[p + 4 : p + 8] += (high + low) B' of a 16-deep step; B is
-    b0 and b1, B' is b2 and b3."""
+def mma_pair_add(typingctx, c, p, a, b0, b1, b2, b3):
+    """c[p : p + 4] += A B and c[p + 4 : p + 8] += A B' of a 16-deep step; B is b0 and b1, B' is b2
+    and b3."""
 
     def codegen(context, builder, sig, args):
         zero = ir.Constant(ir.IntType(64), 0)
         sums = _elements(context, builder, sig.args[0], args[0], args[1], 8)
+        places = _elements(context, builder, sig.args[2], args[2], zero, 4)
+        rows = [builder.load(place) for place in places]
         f32, i32 = ir.FloatType(), ir.IntType(32)
         function = ir.FunctionType(ir.LiteralStructType([f32] * 4), [i32] * 6 + [f32] * 4)
         mma = ir.InlineAsm(function, _MMA, "=f,=f,=f,=f,r,r,r,r,r,r,0,1,2,3")
-        for typed, a in ((sig.args[2], args[2]), (sig.args[3], args[3])):
-            rows = [builder.load(x) for x in _elements(context, builder, typed, a, zero, 4)]
-            for n in range(2):
-                places = sums[4 * n : 4 * n + 4]
-                b = args[4 + 2 * n : 6 + 2 * n]
-                found = builder.call(mma, [*rows, *b, *map(builder.load, places)])
-                for i, place in enumerate(places):
-                    builder.store(builder.extract_value(found, i), place)
+        for n in range(2):
+            four, b = sums[4 * n : 4 * n + 4], args[3 + 2 * n : 5 + 2 * n]
+            found = builder.call(mma, [*rows, *b, *map(builder.load, four)])
+            for i, place in enumerate(four):
+                builder.store(builder.extract_value(found, i), place)
         return context.get_dummy_value()
 
     u = types.uint32
-    return types.void(c, types.int64, high, low, u, u, u, u), codegen
+    return types.void(c, types.int64, a, u, u, u, u), codegen
 
 
 @intrinsic

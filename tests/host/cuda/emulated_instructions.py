@@ -189,11 +189,10 @@ def _mma(*values):
     return tuple(f32(c[2 * h + i] + product[g + 8 * h, t + i]) for h in range(2) for i in range(2))
 
 
-def _mma_split_add(c, p, high, low, *b):
-    for a in (high, low):
-        for n in range(2):
-            at = p + 4 * n
-            c[at : at + 4] = yield from _mma(*a, *b[2 * n : 2 * n + 2], *c[at : at + 4])
+def _mma_pair_add(c, p, a, *b):
+    for n in range(2):
+        at = p + 4 * n
+        c[at : at + 4] = yield from _mma(*a, *b[2 * n : 2 * n + 2], *c[at : at + 4])
 
 
 def _split_bf16(high, low, v, p):
@@ -334,9 +333,9 @@ _MEMORY = {
     "atomic_inc_u32": _atomic_inc,
     "red_global_add_u32": _atomic_global(_U32, lambda a, b: a + b),
     "red_global_max_u32": _atomic_global(_U32, max),
+    "red_global_add_u64": _atomic_global(_U64, lambda a, b: a + b),
     "red_global_max_u64": _atomic_global(_U64, lambda a, b: max(a, b & M64)),
     "atom_global_add_u32": _atomic_global(_U32, lambda a, b: a + b),
-    "red_global_add_u64": _atomic_global(_U64, lambda a, b: a + b),
     "cp_async_16": _cp_async,
     "cp_async_16_or_zero": _cp_async,
 }
@@ -345,7 +344,7 @@ _OTHERS = {
     "ldmatrix_x4": _ldmatrix(False),
     "ldmatrix_x4_trans": _ldmatrix(True),
     "mma_m16n8k16_bf16": _mma,
-    "mma_split_add": _mma_split_add,
+    "mma_pair_add": _mma_pair_add,
     "split_bf16": _split_bf16,
     "shfl_xor_f32": _shuffle,
     "shfl_xor_u32": _shuffle,
