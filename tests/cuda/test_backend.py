@@ -8,6 +8,7 @@ from ginfer.batch import Phase
 from ginfer.cpu.backend import CpuBackend
 from ginfer.cuda.backend import CudaBackend
 from ginfer.engine.memory import page_nbytes
+from ginfer.spec import KvCodec
 from scripts.random_models import RandomModel
 from tests.host.cuda.test_emulated_backend import batch, run
 
@@ -23,25 +24,26 @@ WIDE = RandomModel(  # widths as the decode linear kernels take them
 )
 
 
-def open_image(image, spec):
+def open_image(image, spec, codec):
     image.load(WIDE.packed(), lambda _: None)
     plan = MemoryPlan(
         num_rows=4,
         num_units=40,
-        unit_nbytes=page_nbytes(spec),
+        unit_nbytes=page_nbytes(spec, codec),
         num_slots=4,
         max_columns=256,
         max_pages_per_row=8,
+        kv=codec,
     )
     image.allocate(plan)
     return image
 
 
-@pytest.fixture(scope="module")
-def images():
+@pytest.fixture(scope="module", params=KvCodec)
+def images(request):
     spec = WIDE.spec
     opened = [CpuBackend(spec), CudaBackend(spec, graphs=True), CudaBackend(spec, graphs=False)]
-    yield spec, *(open_image(image, spec) for image in opened)
+    yield spec, *(open_image(image, spec, request.param) for image in opened)
     for image in opened:
         image.close()
 

@@ -1,6 +1,7 @@
 """Moves of pages, units and recurrent slots over an emulated driver."""
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from ginfer.cuda.runtime.stream import Stream
 from ginfer.cuda.slots import Slots, memory_nbytes
 from ginfer.engine.memory import page_nbytes
 from ginfer.sizes import MIB
+from ginfer.spec import KvCodec
 from scripts.random_models import MODELS
 from tests.host.cuda.emulated_device import install
 
@@ -30,11 +32,12 @@ def view(address, nbytes):
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
-@pytest.fixture
-def slots(monkeypatch):
+@pytest.fixture(params=KvCodec)
+def slots(request, monkeypatch):
     install(monkeypatch)
-    arena = Arena(sum(memory_nbytes(SPEC, PLAN).values()) + 4 * MIB, "test")
-    slots = Slots(SPEC, PLAN, arena, Stream())
+    plan = replace(PLAN, kv=request.param)
+    arena = Arena(sum(memory_nbytes(SPEC, plan).values()) + 4 * MIB, "test")
+    slots = Slots(SPEC, plan, arena, Stream())
     yield slots
     slots.close()
     arena.close()
@@ -86,14 +89,19 @@ def test_a_parked_snapshot_comes_back_by_units_and_directly(slots):
 
 
 def test_pages_and_slots_are_copied(slots):
-    size = slots.pages.page_nbytes
-    page = lambda p: view(slots.units.address + p * size, size)  # noqa: E731
-    page(3)[:] = np.random.default_rng(4).integers(0, 256, size, np.uint8)
+    size, rng = slots.pages.page_nbytes, np.random.default_rng(4)
+    parts = [(slots.units.address, size)]
+    if slots.pages.packed:
+        parts.append((slots.pages.scales, size // 32))
+    for at, nbytes in parts:
+        view(at + 3 * nbytes, nbytes)[:] = rng.integers(1, 256, nbytes, np.uint8)
     slots.copy_page(3, 7)
     slots.park([7], [2], pages=True)
     slots.unpark([2], [0], pages=True)
-    assert (page(0) == page(3)).all()
-    assert not page(1).any()
+    for at, nbytes in parts:
+        pages = view(at, 4 * nbytes).reshape(4, nbytes)
+        assert (pages[0] == pages[3]).all()
+        assert not pages[1].any()
     want = fill(slots, 0, 5)
     slots.copy(2, 0)
     assert (bytes_of(slots, 2) == want).all()

@@ -12,6 +12,7 @@ from ginfer.cpu.backend import CpuBackend
 from ginfer.engine.memory import ledger_line, page_nbytes, plan_memory
 from ginfer.errors import ConfigError
 from ginfer.models.qwen import QWEN_27B, QWEN_DEMO
+from ginfer.spec import KvCodec
 
 GIB = 1 << 30
 
@@ -23,6 +24,10 @@ def plan(spec=QWEN_DEMO.spec, available=64 * GIB, **options):
 
 def test_sizes_of_the_27b_model_are_the_documented_ones():
     assert page_nbytes(QWEN_27B.spec) == 64 * 65_536
+    spec = QWEN_27B.spec
+    sizes = spec.page_nbytes(KvCodec.INT8), spec.scales_nbytes(KvCodec.INT8)
+    assert sizes == (2 << 20, 64 << 10)
+    assert sum(sizes) == 64 * 33_792
     state, conv = 144 * (1 << 20), 48 * 3 * 10_240 * 4
     assert slot_nbytes(QWEN_27B.spec) == state + conv
 
@@ -34,6 +39,16 @@ def test_automatic_capacity_is_modest_and_no_more_than_all_lanes_need():
     assert plan(max_context=4096).kv_capacity == 8 * 4096
     assert capacity.plan.num_slots == 8
     assert capacity.plan.max_pages_per_row == 256
+
+
+def test_int8_holds_nearly_twice_as_much_in_the_same_memory():
+    contexts = [
+        plan(QWEN_27B.spec, available=8 * GIB, kv_dtype=kv).max_context for kv in ("bf16", "int8")
+    ]
+    assert 1.9 < contexts[1] / contexts[0] < 1.95  # 64 / 33, in whole pages
+    int8 = plan(QWEN_27B.spec, available=8 * GIB, kv_dtype="int8")
+    assert int8.nbytes <= 8 * GIB
+    assert (int8.geometry.page_nbytes, int8.plan.unit_nbytes) == (2 << 20, 2 << 20)
 
 
 def test_automatic_capacity_always_holds_one_request():
