@@ -117,7 +117,8 @@ def run(suite: str, options: argparse.Namespace) -> int:
     if not options.no_build:
         build(capability)
     recorder, start = Recorder(), time.monotonic()
-    arguments = [SUITES[suite], "-m", suite, "-p", "no:cacheprovider", *options.pytest]
+    marked = suite if options.long else f"{suite} and not long"
+    arguments = [SUITES[suite], "-m", marked, "-p", "no:cacheprovider", *options.pytest]
     code = int(pytest.main(arguments, plugins=[recorder]))
     files = recorder.files()
     now = datetime.now(UTC)
@@ -142,6 +143,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the record here")
     parser.add_argument("--commit", help="record this commit instead of asking Git")
     parser.add_argument("--build-only", metavar="CAPABILITY", help="compile, and run nothing")
+    parser.add_argument("--long", action="store_true", help="full counts too")
     parser.add_argument("--no-build", action="store_true", help="the image has been built")
     parser.add_argument("pytest", nargs="*", help="more arguments for pytest, after --")
     options = parser.parse_args()

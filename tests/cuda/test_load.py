@@ -1,6 +1,7 @@
 """Eight lanes under load with cancels: right answers, and nothing taken, loaded or captured."""
 
 import random
+import signal
 import time
 from collections import Counter
 
@@ -27,6 +28,7 @@ def sampling(rng):
 
 @pytest.mark.parametrize("seconds", [8.0, pytest.param(300.0, marks=pytest.mark.long)])
 def test_nothing_is_taken_loaded_or_captured_under_load(device, seconds):
+    signal.alarm(int(seconds) + 120)
     rng, numbers = random.Random(7), np.random.default_rng(7)
     prompts = [random_prompt(numbers, n) for n in (5, 64, 200, 700, 1500)]
     with open_demo(backend="cuda", max_context=4096, kv_capacity=32_768, max_pending=8) as engine:
