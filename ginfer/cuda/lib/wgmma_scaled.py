@@ -28,11 +28,12 @@ class ScaledSums:
     """The statements of one set; `declare_sums` must be reached exactly once in a kernel.
 
     multiply(a0, a1, a2, a3, descriptor, keep): sums = A B, plus the sums when keep is not 0.
-    add(c, p, low, high): c[p : p + 4 NT] += sums * scales of rows g and g + 8.
+    add(c, p, low, high): c[p : p + 4 NT] += sums * scales of rows g and g + 8. clear(): sums = 0.
     """
 
     multiply: Any
     add: Any
+    clear: Any
 
 
 @cache
@@ -52,7 +53,8 @@ def scaled_sums(name: str, NT: int) -> ScaledSums:
         "",
         "rrrrlr",
     )
-    return ScaledSums(multiply, _add(name, 0, NT))
+    clear = ptx_op(" ".join(f"mov.f32 {name}{i}, 0f00000000;" for i in range(4 * NT)))
+    return ScaledSums(multiply, _add(name, 0, NT), clear)
 
 
 def _add(name: str, first: int, count: int) -> Any:

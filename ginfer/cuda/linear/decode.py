@@ -7,9 +7,9 @@ slices of K, for RB blocks of 128 rows. Rows that do not fill the machine evenly
 come first: their exchange hides behind the whole rows that follow. A producer warp streams the
 weights of an item into a ring with bulk copies, before the wait for the previous kernel; another
 one streams the tokens after it (in one warp the wait would stop the weights too). Consumer warps
-own 16 M rows each; their products are in `decode_multiply`. A slice's sum starts at zero; the last block to arrive adds the
-slices in ascending order. Slices are a function of (N, K), see `k_slices`, and no plan changes an
-order: a column has the same bits at every width.
+own 16 M rows each; their products are in `decode_multiply`. A slice's sum starts at zero; the last
+block to arrive adds the slices in ascending order. Slices are a function of (N, K), see `k_slices`,
+and no plan changes an order: a column has the same bits at every width.
 
 Tokens arrive in the order of `fragment_offset`; padding of K and of tokens is zero there.
 """
@@ -33,7 +33,6 @@ from ginfer.cuda.lib.ptx import (
     ld_shared_f32,
     ld_shared_u32,
     let_next_kernel_start,
-    mbarrier_arrive_if,
     mbarrier_expect_bytes,
     mbarrier_init,
     mbarrier_wait,
@@ -47,7 +46,7 @@ from ginfer.cuda.lib.ptx import (
     wait_for_previous_kernel,
 )
 from ginfer.cuda.lib.wgmma_scaled import declare_sums
-from ginfer.cuda.linear.decode_multiply import X_TILE, by_mma, by_wgmma
+from ginfer.cuda.linear.decode_multiply import X_TILE, Ring, consume_by_mma, consume_by_wgmma
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
@@ -134,21 +133,15 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
     stage. resident: thread blocks that must fit on a multiprocessor. wgmma: its products, else mma.
     """
     threads, consumers, RB = warps * 32 + 64, warps * 32, warps * M // 8
-    tile_bytes = UNPACK[fmt].tile_nbytes
-    slab, x_bytes = span * tile_bytes, NT * X_TILE  # of one row block; of one k tile
-    weight_bytes = RB * slab
-    stage_bytes, sums = weight_bytes + span * x_bytes, M * NT * 4
-    slot_bytes, words, empty, ring_bytes = (
-        sums * consumers * 4,
-        2 * stages,
-        stages * 8,
-        stages * stage_bytes,
-    )
+    tile_bytes, x_bytes = UNPACK[fmt].tile_nbytes, NT * X_TILE  # of a k tile
+    form = Ring(span, stages, tile_bytes, x_bytes, RB)
+    slab, weight_bytes, stage_bytes = form.slab, form.weight_bytes, form.stage_bytes
+    sums, words, empty, ring_bytes = M * NT * 4, 2 * stages, stages * 8, stages * stage_bytes
+    slot_bytes = sums * consumers * 4
     silu_up, factor = epilogue == Epilogue.SILU_UP, UNPACK[fmt].divisor
     exchange_bytes = consumers // 2 * NT * 16 if silu_up and M == 1 else 0
-    product, declare = (by_wgmma if wgmma else by_mma), declare_sums(NT)
-    multiply_one = product(fmt, M, NT, 1, slab)
-    multiply_stage = product(fmt, M, NT, span, slab)
+    declare = declare_sums(NT)
+    consume = (consume_by_wgmma if wgmma else consume_by_mma)(fmt, M, NT, form)
     write_rows, write_silu = _write_rows(epilogue, M, NT), _write_silu(M, NT, consumers)
     quarters = M * NT
     batch = 4 if sums <= 8 else 1
@@ -293,32 +286,12 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
             if wgmma:
                 declare()
             c = cuda.local.array(sums, float32)
-            chosen = uint32(1) if lane == 0 else uint32(0)
             s, phase, item = uint32(0), uint32(0), uint32(cuda.blockIdx.x)
             while item < items:
                 block, end, _, left = locate(item, sliced, k_tiles, blocks, whole, slices)
                 for i in range(sums):
                     c[i] = float32(0.0)
-                while left > uint32(0):
-                    full = uint32(barrier + s * uint32(8))
-                    stage = uint32(ring + s * uint32(stage_bytes))
-                    tokens = uint32(stage + uint32(weight_bytes))
-                    count = min(left, uint32(span))
-                    mbarrier_wait(full, phase)
-                    if count == uint32(span):
-                        multiply_stage(c, stage, tokens, warp, lane)
-                    else:
-                        for _ in range(count):
-                            multiply_one(c, stage, tokens, warp, lane)
-                            stage = uint32(stage + uint32(tile_bytes))
-                            tokens = uint32(tokens + uint32(x_bytes))
-                    cuda.syncwarp()
-                    mbarrier_arrive_if(uint32(full + uint32(empty)), chosen)
-                    left = uint32(left - count)
-                    s = uint32(s + uint32(1))
-                    if s == uint32(stages):
-                        s = uint32(0)
-                        phase ^= uint32(1)
+                s, phase = consume(c, ring, barrier, s, phase, left, warp, lane)
                 for i in range(sums):
                     c[i] = c[i] * float32(factor)
                 complete = item >= sliced

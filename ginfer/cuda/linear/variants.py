@@ -51,7 +51,7 @@ class LinearDecodePlan(LaunchPlan):
         row_blocks = self.warps * self.M // 8
         stage = self.span * (row_blocks * tile_nbytes + column_tiles * 1024)
         chains = self.M * (2 if tile_nbytes == W8_NBYTES else 1)  # of a k tile
-        paired = chains <= 2 and (self.span == 1 or self.span * chains % 2 == 0)
+        paired = chains <= 2 and self.span * chains % 2 == 0
         return (
             capability == "90a"
             and self.warps * self.M % 8 == 0
