@@ -140,7 +140,7 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
             place, width = uint32(column + uint32(2 * i)), columns[1]
             store(out, t, place, width, tiles[0], tiles[1], pack_bf16(low, high))
 
-    @cuda.jit(fastmath=True, launch_bounds=THREADS)
+    @cuda.jit(fastmath=True, launch_bounds=(THREADS, 2))
     def gdn_step(
         out,
         convolved,
