@@ -178,7 +178,8 @@ class Parts:
         found["head"] = self._time(graph)
         graph.close()
         found["rest"] = whole - sum(us for name, us in found.items() if name != "forward")
-        found["selection"] = self._time(self._backend._selector._graphs[self._rows, False])
+        selections = self._backend._selector._graphs  # by rows, masked, greedy
+        found["selection"] = self._time(selections[self._rows, False, True])
         return found
 
     def _time(self, graph: Graph) -> float:
