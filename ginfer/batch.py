@@ -275,7 +275,7 @@ class Selection:
     """The chosen tokens of R columns.
 
     token_ids: [R] int32. logprobs: [R] float32, log-softmax of the raw logits over legal ids at
-    the chosen token.
+    the chosen token; NaN from a backend that was not asked for any.
     top_ids, top_logprobs: [R, num_top], best first, ties to the lower id (num_top = 0 columns when
     nothing was wanted).
     finite: [R] bool, False when the logits of the column had a NaN or infinity; its token is then

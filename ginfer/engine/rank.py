@@ -121,7 +121,7 @@ class Rank:
         batch = ForwardBatch(
             phase=Phase.DECODE,
             token_ids=~rows,
-            positions=np.tile(starts + self._rope_delta[rows], (3, 1)),
+            positions=(starts + self._rope_delta[rows])[None].repeat(3, 0),
             row_indptr=columns,
             starts=starts,
             page_table=page_table,
@@ -149,11 +149,11 @@ class Rank:
 
     def draw(self, flight: Flight, forced: list[int], mask: TokenMask | None) -> None:
         """Order the selection of a flight: row i takes `forced[i]` unless -1."""
-        selection = flight.batch.selection
-        assert selection is not None
+        batch = flight.batch
+        assert batch.selection is not None
         if mask is not None or max(forced) >= 0:
-            selection = replace(selection, forced=np.array(forced, np.int32), mask=mask)
-        batch = replace(flight.batch, selection=selection)
+            ids = np.array(forced, np.int32)
+            batch = replace(batch, selection=replace(batch.selection, forced=ids, mask=mask))
         flight.pending = self.backend.select(flight.hidden, batch)
 
     def read(self, flight: Flight) -> Selection:

@@ -78,11 +78,12 @@ class Pending:
         self._shape = (0, 0)
 
     def order(self, results: int, top: int, *, shape: tuple[int, int], queue: Queue) -> None:
-        """Copy R results and R rows of num_top best ids, shape (R, num_top)."""
+        """Copy R results and R rows of num_top best ids, shape (R, num_top); -1: no
+        log-probabilities are wanted."""
         R, num_top = self._shape = shape
         self._event.synchronize()
         copy_to_host(self._host.host, results, R * RESULT_NBYTES, stream=queue.stream)
-        if num_top:
+        if num_top > 0:
             to = self._host.host + R * RESULT_NBYTES
             copy_to_host(to, top, R * num_top * 8, stream=queue.stream)
         self._event.record(queue.stream)
@@ -90,32 +91,36 @@ class Pending:
     def read(self) -> Selection:
         """Wait for the results, and turn keys and masses into log-probabilities."""
         self._event.synchronize()
-        R, num_top = self._shape
+        R, num_top = self._shape[0], max(self._shape[1], 0)
         results = self._host.bytes[: R * RESULT_NBYTES].view(RESULT)
-        top = self._host.bytes[R * RESULT_NBYTES :][: R * num_top * 8].view(np.uint64)
-        best, sound = key_values(results["best"]), results["sound"] != 0
-        mass, logprobs = results["mass"], np.full(R, np.nan, np.float32)
-        known = sound & (mass > 0)
-        logprobs[known] = logprob(results["logit"][known], best[known], mass[known])
-        top_ids = np.full((R, num_top), -1, np.int32)
-        top_logprobs = np.full((R, num_top), -np.inf, np.float32)
-        for r in np.flatnonzero(sound).tolist() if num_top else ():
-            ids, values = best_ids(top.reshape(R, num_top)[r])
-            top_ids[r, : len(ids)] = ids
-            top_logprobs[r, : len(ids)] = logprob(values, best[r], mass[r])
-        return Selection(
+        selection = Selection(
             token_ids=results["token"].copy(),
-            logprobs=logprobs,
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            finite=sound,
+            logprobs=np.full(R, np.nan, np.float32),
+            top_ids=np.full((R, num_top), -1, np.int32),
+            top_logprobs=np.full((R, num_top), -np.inf, np.float32),
+            finite=results["sound"] != 0,
         )
+        if self._shape[1] >= 0:
+            top = self._host.bytes[R * RESULT_NBYTES :][: R * num_top * 8].view(np.uint64)
+            _fill_logprobs(selection, results, top.reshape(R, num_top))
+        return selection
 
     def close(self) -> None:
         """Free the pinned memory once the copy is done."""
         self._event.synchronize()
         self._event.close()
         self._host.close()
+
+
+def _fill_logprobs(selection: Selection, results: NDArray[Any], top: NDArray[np.uint64]) -> None:
+    """Log-probabilities of the chosen and of the best ids of rows that are sound."""
+    best, mass, sound = key_values(results["best"]), results["mass"], selection.finite
+    chosen = results["logit"][sound]
+    selection.logprobs[sound] = logprob(chosen, best[sound], mass[sound])
+    for r in np.flatnonzero(sound).tolist() if top.size else ():
+        ids, values = best_ids(top[r])
+        selection.top_ids[r, : len(ids)] = ids
+        selection.top_logprobs[r, : len(ids)] = logprob(values, best[r], mass[r])
 
 
 class Selector:
@@ -189,7 +194,7 @@ class Selector:
         """What `select` has just chosen, on its way to the host."""
         pending, other = self._answers
         self._answers = (other, pending)
-        shape, top = (len(s.columns), max(s.num_top, 0)), self._scratch.top.address
+        shape, top = (len(s.columns), s.num_top), self._scratch.top.address
         pending.order(self._results.address, top, shape=shape, queue=self._queue)
         return pending
 
