@@ -297,7 +297,7 @@ def main() -> int:
     handler.setFormatter(EventFormatter(sys.argv[2] if len(sys.argv) > 2 else "text", "engine"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     return EngineProcess(socket.socket(fileno=int(sys.argv[1]))).run()
 

@@ -14,9 +14,16 @@ import numpy as np
 import pytest
 
 from appliance import wire_values
-from appliance.bridge import EngineBridge
+from appliance.bridge import EngineBridge, _Child
 from appliance.engine_client import EnginePhase
-from appliance.wire import PROTOCOL_VERSION, Frame, FrameDecoder, FrameType, encode
+from appliance.wire import (
+    PROTOCOL_VERSION,
+    Frame,
+    FrameDecoder,
+    FrameType,
+    WireError,
+    encode,
+)
 from ginfer import EngineConfig
 from ginfer.engine.request import (
     Delta,
@@ -256,6 +263,24 @@ def test_concurrent_scrapes_cost_one_frame() -> None:
             bridge._dispatch(_frame(Frame(FrameType.STATS, answer)))
             assert await asyncio.gather(*scrapes) == [answer] * 5
         assert [frame.type for frame in child.sent] == [FrameType.STATS] * 2
+
+    asyncio.run(run())
+
+
+def test_what_is_no_frame_ends_the_connection_after_those_before_it() -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        theirs.settimeout(30)
+        seen: list[Frame] = []
+        loop = asyncio.get_running_loop()
+        _, child = await loop.create_connection(lambda: _Child(seen.append), sock=ours)
+        theirs.sendall(encode(Frame(FrameType.STATS, {})) + b"\xff" * 64)
+        with pytest.raises(WireError, match="frame length"):
+            await child.ended
+        assert [frame.type for frame in seen] == [FrameType.STATS]
+        with theirs:
+            assert await asyncio.to_thread(theirs.recv, 1) == b""
+        child.send(Frame(FrameType.STATS, {}))  # to a dead child: nothing
 
     asyncio.run(run())
 
