@@ -18,7 +18,7 @@ TOTALS = frozenset(
     {
         *("submitted", "prompt_tokens", "cached_tokens", "prefill_tokens", "completion_tokens"),
         *("recomputed_tokens", "passed", "evicted_snapshots", "parked_pages", "unparked_pages"),
-        *("prefill_rounds", "decode_rounds", "row_rounds", "forward_s", "busy_s"),
+        *("prefill_rounds", "decode_rounds", "row_rounds", "forward_s", "wait_s", "busy_s"),
         *("grammar_mask_s", "grammar_wait_s", "grammar_compile_s"),
         *("grammar_compiled", "grammar_cached"),
     }

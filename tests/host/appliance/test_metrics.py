@@ -32,6 +32,7 @@ def test_every_counter_of_the_engine_is_exposed() -> None:
     assert families["ginfer_engine_prompt_tokens"].samples[0].value == 7
     assert families["ginfer_engine_running"].type == "gauge"
     assert families["ginfer_engine_forward_seconds"].type == "counter"
+    assert families["ginfer_engine_wait_seconds"].type == "counter"
     assert _samples(families["ginfer_engine_finished"]) == {
         "ginfer_engine_finished_total[('reason', 'stop_token')]": 2
     }
