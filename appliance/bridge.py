@@ -17,7 +17,7 @@ from appliance.engine_client import EnginePhase, EngineState, EventStream
 from appliance.watchdog import Watchdog
 from appliance.wire import PROTOCOL_VERSION, Frame, FrameDecoder, FrameType, WireError, encode
 from ginfer.engine.request import Failed
-from ginfer.errors import GInferError, UnavailableError
+from ginfer.errors import GInferError, InternalError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +92,7 @@ class EngineBridge:
 
     def start(self) -> None:
         """Begin to start the engine and to supervise it."""
-        self._supervisor = asyncio.create_task(self._supervise())
+        self._supervisor = asyncio.create_task(self._guard())
 
     async def wait_ready(self) -> EngineInfo:
         """Wait for the first READY. Raises the engine's own error when it cannot start."""
@@ -160,6 +160,17 @@ class EngineBridge:
         """A reader is gone: forget the request, and cancel it unless it has ended."""
         if self._streams.pop(request_id, None) is not None and self._child is not None:
             self._child.send(Frame(FrameType.CANCEL, {"request_id": request_id}))
+
+    async def _guard(self) -> None:
+        """Supervise; a fault of ours in it is told, not waited for."""
+        try:
+            await self._supervise()
+        except Exception as error:
+            logger.exception("the engine cannot be supervised")
+            self._failure = InternalError(f"the engine cannot be supervised: {error!r}")
+            self._set_state(EnginePhase.FAILED, self._failure.message)
+            self._settled.set()
+            self._fail_running(self._failure.message)
 
     async def _supervise(self) -> None:
         loop = asyncio.get_running_loop()

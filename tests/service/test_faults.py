@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING
 
 import pytest
 
+from appliance import wire_values
+from appliance.bridge import EngineBridge
+from ginfer.config import EngineConfig
+from ginfer.errors import InternalError
 from tests.service.chat import ANSWERS, SseReader, ask, endless, send, text_of
+from tests.service.launch import PACKAGE
 from tests.service.server import Server
 
 if TYPE_CHECKING:
@@ -78,3 +84,20 @@ def test_a_lost_device_costs_the_running_requests_and_a_restart(frail: Server, f
         time.sleep(0.05)
     assert frail.engine_pid != pid
     assert _hello(frail) == ANSWERS["Hello!"]
+
+
+def test_a_fault_of_the_supervisor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config: EngineConfig) -> None:
+        raise ZeroDivisionError("no header")
+
+    async def start() -> None:
+        bridge = EngineBridge(EngineConfig(package=PACKAGE))
+        bridge.start()
+        try:
+            with pytest.raises(InternalError, match="no header"):
+                await asyncio.wait_for(bridge.wait_ready(), 60)
+        finally:
+            await bridge.close()
+
+    monkeypatch.setattr(wire_values, "config_header", broken)
+    asyncio.run(start())
