@@ -1,0 +1,77 @@
+"""Tables of a forward on an emulated device: what is filled arrives, in one copy per turn."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from ginfer.cuda.runtime.memory import Arena
+from ginfer.cuda.runtime.stream import Stream
+from ginfer.cuda.tables import Tables, tables_nbytes
+from tests.host.cuda.emulated_device import install
+
+SIZES = {"ids": 5, "rope": 100, "pages": 64, "units": 70}
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    driver = install(monkeypatch)
+    copies = []
+    real = driver.cuMemcpyHtoDAsync
+
+    def copy(to, source, nbytes, stream):
+        copies.append(nbytes)
+        return real(to, source, nbytes)
+
+    driver.cuMemcpyHtoDAsync = copy
+    made = Tables(SIZES, Arena(1 << 20, "test"), Stream())
+    made.copies = copies
+    yield made
+    made.close()
+
+
+def on_device(tables, name, count, dtype=np.int32):
+    raw = (ctypes.c_uint8 * (count * 4)).from_address(tables[name])
+    return np.frombuffer(raw, np.uint8).view(dtype).copy()
+
+
+def test_addresses_are_aligned_and_apart(tables):
+    places = sorted(tables[name] for name in SIZES)
+    assert all(at % 256 == 0 for at in places)
+    assert places[-1] + 4 * SIZES["units"] - places[0] <= tables_nbytes(SIZES) == 4 * 256 + 512
+
+
+def test_a_turn_is_one_copy_from_the_first_to_the_last_word(tables):
+    for turn in range(5):
+        tables.begin()
+        tables.fill("rope", np.arange(turn + 3, dtype=np.float32) / 8)
+        tables.fill("ids", np.array([[turn, ~turn]], np.int32))
+        tables.words("units", turn + 1)[:] = turn
+        tables.send()
+        assert on_device(tables, "ids", 2).tolist() == [turn, ~turn]
+        assert on_device(tables, "rope", turn + 3, np.float32)[-1] == (turn + 2) / 8
+        assert on_device(tables, "units", turn + 1).tolist() == [turn] * (turn + 1)
+        assert tables.copies.pop() == 3 * 256 + 256 + 4 * (turn + 1)
+        assert not tables.copies
+
+
+def test_the_turn_before_is_not_written_while_the_device_reads_it(tables):
+    tables.begin()
+    before = tables.words("ids", 5)
+    before[:] = 7
+    tables.send()
+    tables.begin()
+    tables.fill("ids", np.array([1, 2], np.int32))
+    tables.send()
+    assert before.tolist() == [7] * 5
+    tables.begin()
+    assert np.shares_memory(tables.words("ids", 1), before), "the turns are two"
+
+
+def test_an_empty_turn_copies_nothing_and_too_much_is_our_fault(tables):
+    tables.begin()
+    tables.fill("units", np.zeros(0, np.int32))
+    tables.send()
+    assert not tables.copies
+    with pytest.raises(AssertionError, match="ids"):
+        tables.fill("ids", np.zeros(65, np.int32))
