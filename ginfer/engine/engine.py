@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
+LOOK_S = 1.0  # between looks whether the engine that is waited for lives
 REST_AFTER_S = 1.0  # idle time after which an elastic engine gives memory back
 
 
@@ -182,20 +184,20 @@ class Engine:
 
     def between_rounds(self, work: Callable[[PrefixCache, Backend], T]) -> T:
         """Have the loop thread run `work` at a round boundary, and return what it returns: for
-        measurements."""
-        done: SimpleQueue[tuple[list[T], BaseException | None]] = SimpleQueue()
+        measurements. Raises what it raises, and the engine's own error when it has failed."""
+        done: Future[T] = Future()
 
         def run() -> None:
             try:
-                done.put(([work(self._loop.cache, self._rank.backend)], None))
+                done.set_result(work(self._loop.cache, self._rank.backend))
             except Exception as error:
-                done.put(([], error))
+                done.set_exception(error)
 
         self._command(run)
-        values, error = done.get()
-        if error is not None:
-            raise error
-        return values[0]
+        while wait([done], LOOK_S).not_done:
+            if self.failed is not None:
+                raise self.failed
+        return done.result()
 
     @property
     def num_rounds(self) -> int:

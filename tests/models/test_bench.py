@@ -3,7 +3,7 @@
 import pytest
 
 from ginfer.engine.bench import decoding, histories, measure_decode, measure_prefill
-from ginfer.errors import ConfigError, InternalError
+from ginfer.errors import ConfigError, InternalError, UnavailableError
 from tests.engines import open_demo
 
 
@@ -56,3 +56,16 @@ def test_what_does_not_fit_is_refused_with_both_numbers(engine):
         histories(engine, 1, 4090, 6)
     with pytest.raises(ConfigError, match=r"4 requests of 4000 .* 16128 .* room for 12288"):
         histories(engine, 4, 4000, 6)
+
+
+def test_work_for_an_engine_that_has_failed_is_refused(monkeypatch):
+    with open_demo(max_context=512, max_concurrency=1) as broken:
+
+        def fault(batch):
+            raise RuntimeError("no device")
+
+        monkeypatch.setattr(broken._rank.backend, "embed", fault)
+        with pytest.raises(UnavailableError, match="no device"):
+            measure_prefill(broken, 70)
+        with pytest.raises(UnavailableError, match="no device"):
+            broken.between_rounds(lambda cache, backend: None)
