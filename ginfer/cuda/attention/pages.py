@@ -17,6 +17,8 @@ from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.lib.numeric import pack_bf16
 from ginfer.cuda.lib.ptx import (
+    and_or,
+    bf16x2_fma,
     cp_async_16_or_zero,
     f32_from_bits,
     f32_from_f16,
@@ -108,6 +110,21 @@ def four_values(word, scale):
     return pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])
 
 
+@cuda.jit(device=True, inline="always")
+def _pair(spread):
+    """Signed bytes at bits 0 and 16 in BF16: 128 + low seven bits, minus 128 or 256 by sign."""
+    biased = and_or(spread, uint32(0x007F007F), uint32(0x43004300))
+    less = and_or(spread, uint32(0x00800080), uint32(0xC300C300))
+    return bf16x2_fma(biased, uint32(0x3F803F80), less)
+
+
+@cuda.jit(device=True, inline="always")
+def _four_codes(word):
+    """Codes of a word: two BF16 pairs."""
+    low = permute_bytes(word, uint32(0), uint32(0x4140))
+    return _pair(low), _pair(permute_bytes(word, uint32(0), uint32(0x4342)))
+
+
 def plane_opener(D: int, threads: int) -> Any:
     """Device function open_plane(to, packed, valid, is_value, thread): the BF16 plane `to` of a
     packed plane, its codes and then its scales, both in shared memory: code * scale, zero from
@@ -115,23 +132,29 @@ def plane_opener(D: int, threads: int) -> Any:
     codes, _ = packed_plane(D)
 
     @cuda.jit(device=True, inline="always")
+    def store(at, first, second):
+        st_shared_u32x4(at, first[0], first[1], second[0], second[1])
+
+    @cuda.jit(device=True, inline="always")
     def open_plane(to, packed, valid, is_value, thread):
         i = thread
         while i < uint32(codes // 16):
             panel, token = uint32(i >> uint32(8)), uint32((i >> uint32(2)) & uint32(TILE - 1))
-            at = uint32(packed + uint32(codes) + panel * uint32(2 * TILE))
-            pair = ld_shared_u32(uint32(at + (token >> uint32(1)) * uint32(4)))
-            half = u16_high(pair) if token & uint32(1) else u16_low(pair)
-            scale = f32_from_f16(half) if is_value else float32(1.0)
-            scale = scale if token < valid else float32(0.0)
             q = ld_shared_u32x4(uint32(packed + i * uint32(16)))
             chunk = uint32((i & uint32(3)) * uint32(2))
             plane = uint32(to + panel * uint32(PANEL_NBYTES))
-            a, b = four_values(q[0], scale), four_values(q[1], scale)
-            st_shared_u32x4(uint32(plane + chunk_at(token, chunk)), a[0], a[1], b[0], b[1])
-            a, b = four_values(q[2], scale), four_values(q[3], scale)
-            chunk = uint32(chunk + uint32(1))
-            st_shared_u32x4(uint32(plane + chunk_at(token, chunk)), a[0], a[1], b[0], b[1])
+            low = uint32(plane + chunk_at(token, chunk))
+            high = uint32(plane + chunk_at(token, uint32(chunk + uint32(1))))
+            if is_value:
+                at = uint32(packed + uint32(codes) + panel * uint32(2 * TILE))
+                pair = ld_shared_u32(uint32(at + (token >> uint32(1)) * uint32(4)))
+                half = u16_high(pair) if token & uint32(1) else u16_low(pair)
+                scale = f32_from_f16(half) if token < valid else float32(0.0)
+                store(low, four_values(q[0], scale), four_values(q[1], scale))
+                store(high, four_values(q[2], scale), four_values(q[3], scale))
+            else:
+                store(low, _four_codes(q[0]), _four_codes(q[1]))
+                store(high, _four_codes(q[2]), _four_codes(q[3]))
             i = uint32(i + uint32(threads))
 
     return open_plane
