@@ -70,7 +70,7 @@ def test_pages_of_codes_are_opened_for_prefill(plain):
 
 
 def test_neither_groups_nor_units_change_a_bit(plain, decode):
-    cache = make_cache(2, (2, 1), [(258, 3)])
+    cache = make_cache(2, (2, 1), [(257, 2)])
     check_append(plain, cache)
     alone = attention_decode(plain, cache, decode(1, 0, 0), group=1, grid=1, grain=1)
     check_attention(cache, alone)
