@@ -107,10 +107,12 @@ def attention_merge_kernel(fragments: int, early: int):  # type: ignore[no-untyp
         span_low, span_high = float32(0.0), float32(0.0)
         done = uint32(0)
         while done < slots:
-            slot = uint32(done + thread)
+            slot, at = uint32(done + thread), uint32(table + thread * uint32(16))
             if slot < slots:
-                at = uint32(table + thread * uint32(16))
                 factors(stats_at, slot, slots, pitch, per_span, top, at)
+            else:  # changes nothing
+                one, none = bits_from_f32(float32(1.0)), uint32(0)
+                st_shared_u32x4(at, one, none, none, none)
             cuda.syncthreads()
             count = min(uint32(slots - done), uint32(THREADS))
             i = uint32(0)
@@ -120,16 +122,14 @@ def attention_merge_kernel(fragments: int, early: int):  # type: ignore[no-untyp
                     at = source + int64(done + b) * step
                     v[2 * j], v[2 * j + 1] = ld_global_f32(at), ld_global_f32(at + 4)
                 for j in range(STEP):
-                    b = uint32(i + uint32(j))
-                    if b < count:
-                        q = ld_shared_u32x4(uint32(table + b * uint32(16)))
-                        keep, take = f32_from_bits(q[0]), f32_from_bits(q[1])
-                        weight = f32_from_bits(q[2])
-                        span_low = fold(span_low, keep, v[2 * j], take)
-                        span_high = fold(span_high, keep, v[2 * j + 1], take)
-                        total = fma_f32(weight, f32_from_bits(q[3]), total)
-                        low = fma_f32(weight, span_low, low)
-                        high = fma_f32(weight, span_high, high)
+                    q = ld_shared_u32x4(uint32(table + (i + uint32(j)) * uint32(16)))
+                    keep, take = f32_from_bits(q[0]), f32_from_bits(q[1])
+                    weight = f32_from_bits(q[2])
+                    span_low = fold(span_low, keep, v[2 * j], take)
+                    span_high = fold(span_high, keep, v[2 * j + 1], take)
+                    total = fma_f32(weight, f32_from_bits(q[3]), total)
+                    low = fma_f32(weight, span_low, low)
+                    high = fma_f32(weight, span_high, high)
                 i = uint32(i + uint32(STEP))
             cuda.syncthreads()
             done = uint32(done + uint32(THREADS))
