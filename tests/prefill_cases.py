@@ -8,7 +8,7 @@ from ginfer.cuda.attention.prefill_wgmma import (
     TOTAL_NBYTES,
     attention_prefill_wgmma_kernel,
 )
-from tests.device_cases import NAN, D
+from tests.device_cases import NAN
 
 FLAG = slice(GROUP_NBYTES - 256, GROUP_NBYTES - 252)
 
@@ -19,14 +19,14 @@ def attention_prefill_wgmma(run, cache, *, block_tiles, grid=0, split=1):
     ends = np.flatnonzero(np.diff(cache.row, append=-1)) + 1
     spans = zip([0, *ends[:-1].tolist()], ends.tolist())
     items = [(t, min(most, end - t)) for start, end in spans for t in range(start, end, most)]
-    units = len(items) * cache.G
+    units, D = len(items) * cache.G, cache.shape.D
     grid = grid or units * split
     out = np.full((len(cache.row), cache.H * D), NAN, np.uint16)
     totals = np.full((2 * grid, GROUP_NBYTES), 0xFF, np.uint8)
     totals[:, FLAG] = 0
     assert totals.nbytes == grid * TOTAL_NBYTES
     run(
-        attention_prefill_wgmma_kernel(block_tiles, 1),
+        attention_prefill_wgmma_kernel(D, block_tiles, 1),
         grid,
         *(out, cache.qkgv, cache.kv, np.array(items, np.int32), cache.row, cache.token),
         *(cache.pages, totals, units, split, cache.H, cache.G, *cache.numbers, D**-0.5),

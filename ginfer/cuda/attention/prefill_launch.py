@@ -66,7 +66,7 @@ def attention_prefill(
     if queue.image.capability == "90a":
         units = shape.num_items * pages.G
         grid, split = spread(units, shape.num_sms)
-        item = attention_prefill_wgmma_kernel(BLOCK_TILES, 1)
+        item = attention_prefill_wgmma_kernel(pages.D, BLOCK_TILES, 1)
         scalars = (units, split, shape.H, *numbers)
         queue.launch(item, (grid,), *addresses, shape.totals, *scalars)
     else:

@@ -11,7 +11,7 @@ left, and the blocks are merged left to right. The merged blocks of a tile of ro
 its blocks may be the work of several thread blocks in turns, which merge in order. So a column's
 value depends on its position and history alone, however prompts are cut, packed or spread.
 
-Legend: H query heads, G K/V heads, M = H / G, D = 256 dims. Oracle: tests.oracles.attention.
+Legend: H query heads, G K/V heads, M = H / G, D dims, 128 or 256. Oracle: tests.oracles.attention.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ if TYPE_CHECKING:
 
 ROWS, THREADS, WARPS = 128, 256, 8
 K_STAGES, V_STAGES = 3, 2
-PLANE_NBYTES = TILE * HEAD_DIM * 2
-GROUP_NBYTES = (HEAD_DIM // 8 + 1) * 2048 + 256  # sums, statistics, number of merged blocks
+GROUP_NBYTES = (256 // 8 + 1) * 2048 + 256  # sums of up to 256 dims, statistics, merged blocks
 TOTAL_NBYTES = 2 * GROUP_NBYTES  # of a thread block
 BLOCK_TILES = 2048 // TILE
 LOWEST = -1.0e30
@@ -93,7 +92,7 @@ def _next(slot, phase, stages):
     return slot, phase
 
 
-def merging(tile):
+def merging(tile, D):
     """Device functions merged(total, block, stats, group, thread), the statistics of the blocks up
     to `block` after their sums have been merged in registers, and fold(...), which leaves both in
     memory.
@@ -101,7 +100,7 @@ def merging(tile):
     total: (address for this thread, address of the number of merged blocks, whether other thread
     blocks work on these rows, zero); stats: maxima and sums of two rows.
     """
-    stats_at, merge, store, add_to = (HEAD_DIM // 8 * 2048, tile.merge, tile.store, tile.add_to)
+    stats_at, merge, store, add_to = D // 8 * 2048, tile.merge, tile.store, tile.add_to
 
     @cuda.jit(device=True, inline="always")
     def factors(total, block, stats, group, thread):
@@ -154,7 +153,7 @@ def merging(tile):
 
 
 @kernel(*(int64,) * 8, *(uint32,) * 7, float32)
-def attention_prefill_wgmma_kernel(block_tiles: int, ordered: int) -> Build:
+def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Build:
     """Arguments out, qkgv, kv, items, row, token, pages, totals, units, split, H, G, P, bytes of a
     page, offset of the layer, scale.
 
@@ -162,23 +161,23 @@ def attention_prefill_wgmma_kernel(block_tiles: int, ordered: int) -> Build:
     grid takes units in turns, the last ones, when they are fewer than blocks, each with `split`
     blocks. ordered: the warpgroups' products strictly alternate.
     """
-    start, D, words = follow(1), HEAD_DIM, K_STAGES + V_STAGES + 1
-    q_nbytes, tile = ROWS * HEAD_DIM * 2, attention_tile(HEAD_DIM, ROWS)
-    k_at, v_at = q_nbytes, q_nbytes + K_STAGES * PLANE_NBYTES
-    shift = block_tiles.bit_length() - 1
+    start, words, plane_nbytes = follow(1), K_STAGES + V_STAGES + 1, TILE * D * 2
+    q_nbytes, tile, q_chunks = ROWS * D * 2, attention_tile(D, ROWS), D // 8
+    k_at, v_at = q_nbytes, q_nbytes + K_STAGES * plane_nbytes
+    shift, q_shift = block_tiles.bit_length() - 1, q_chunks.bit_length() - 1
     v_full, counters = K_STAGES * 8, (K_STAGES + V_STAGES) * 8
     wait_all, wait_scores = wgmma_wait(0), wgmma_wait(1)
     declare, score, mask, highest = tile.declare, tile.score, tile.mask, tile.highest
     weigh_scores, pack, add, rescale = tile.weigh, tile.pack, tile.add, tile.rescale
     write = tile.finish
-    merged, fold = merging(tile)
+    merged, fold = merging(tile, D)
 
     @cuda.jit(device=True, inline="always")
     def fetch_queries(to, x, width, M, count, thread):
         """Rows (token, head of the group), those beyond `count` tokens zero."""
-        for k in range(ROWS * 32 // THREADS):
+        for k in range(ROWS * q_chunks // THREADS):
             i = uint32(thread + uint32(k * THREADS))
-            r, chunk = uint32(i >> uint32(5)), uint32(i & uint32(31))
+            r, chunk = uint32(i >> uint32(q_shift)), uint32(i & uint32(q_chunks - 1))
             t = div_u32(r, M)
             there = t < count
             h = uint32(r - t * M)
@@ -199,18 +198,18 @@ def attention_prefill_wgmma_kernel(block_tiles: int, ordered: int) -> Build:
         """Start the copy of the keys or values of a tile."""
         table, source, value_offset, page_nbytes = history
         page = int64(ld_global_u32(row_of_32(table, key_tile))) * page_nbytes
-        mbarrier_expect_bytes(full, uint32(PLANE_NBYTES))
+        mbarrier_expect_bytes(full, uint32(plane_nbytes))
         source += page + (value_offset if value else int64(0))
-        bulk_copy_to_shared(to, source, uint32(PLANE_NBYTES), full)
+        bulk_copy_to_shared(to, source, uint32(plane_nbytes), full)
 
     @cuda.jit(device=True, inline="always")
     def ask_keys(base, barrier, slot, history, key_tile):
-        to = uint32(base + uint32(k_at) + slot * uint32(PLANE_NBYTES))
+        to = uint32(base + uint32(k_at) + slot * uint32(plane_nbytes))
         ask(to, uint32(barrier + slot * uint32(8)), history, 0, key_tile)
 
     @cuda.jit(device=True, inline="always")
     def ask_values(base, barrier, slot, history, key_tile):
-        to = uint32(base + uint32(v_at) + slot * uint32(PLANE_NBYTES))
+        to = uint32(base + uint32(v_at) + slot * uint32(plane_nbytes))
         ask(to, uint32(barrier + uint32(v_full) + slot * uint32(8)), history, 1, key_tile)
 
     @cuda.jit(device=True, inline="always")
@@ -272,7 +271,7 @@ def attention_prefill_wgmma_kernel(block_tiles: int, ordered: int) -> Build:
         """Zero what a page holds beyond its last token."""
         if valid < uint32(TILE):
             local = uint32(thread & uint32(127))
-            for k in range(PLANE_NBYTES // 2048):
+            for k in range(plane_nbytes // 2048):
                 i = uint32(local + uint32(k * 128))
                 if ((i >> uint32(3)) & uint32(TILE - 1)) >= valid:
                     at = uint32(plane + i * uint32(16))
@@ -282,11 +281,11 @@ def attention_prefill_wgmma_kernel(block_tiles: int, ordered: int) -> Build:
 
     @cuda.jit(device=True, inline="always")
     def keys_of(base, slot):
-        return tile_descriptor(uint32(base + uint32(k_at) + slot * uint32(PLANE_NBYTES)))
+        return tile_descriptor(uint32(base + uint32(k_at) + slot * uint32(plane_nbytes)))
 
     @cuda.jit(device=True, inline="always")
     def values_of(base, slot):
-        return value_descriptor(uint32(base + uint32(v_at) + slot * uint32(PLANE_NBYTES)))
+        return value_descriptor(uint32(base + uint32(v_at) + slot * uint32(plane_nbytes)))
 
     @cuda.jit(device=True, inline="always")
     def place(row0, M, x, to, width, H):
@@ -378,8 +377,8 @@ def attention_prefill_wgmma_kernel(block_tiles: int, ordered: int) -> Build:
             if n > 0:
                 g = uint32(unit - item * G)
                 table = pages + int64(ld_global_u32(row_of_32(row, t))) * int64(P) * 4
-                source = kv + int64(layer) + int64(g) * PLANE_NBYTES
-                history = (table, source, int64(G) * PLANE_NBYTES, int64(page_nbytes))
+                source = kv + int64(layer) + int64(g) * plane_nbytes
+                history = (table, source, int64(G) * plane_nbytes, int64(page_nbytes))
                 blocks = (first, stride)
                 x = qkgv + int64(t) * width + int64(g * M) * (2 * D)
                 cuda.syncthreads()
@@ -452,7 +451,7 @@ def attention_prefill_wgmma_kernel(block_tiles: int, ordered: int) -> Build:
                 key_tile = tile_of(uint32(n - uint32(1)), first, stride)
                 if uint32(key_tile + uint32(1)) == key_tiles:
                     valid = uint32(position + count - (key_tile << uint32(6)))
-                    to = uint32(base + uint32(v_at) + v_slot * uint32(PLANE_NBYTES))
+                    to = uint32(base + uint32(v_at) + v_slot * uint32(plane_nbytes))
                     clear_tail(to, valid, group, thread)
                 take_turn(group)
                 wgmma_fence()
@@ -477,10 +476,10 @@ def attention_prefill_wgmma_kernel(block_tiles: int, ordered: int) -> Build:
                     inv0, inv1 = float32(1.0) / l0, float32(1.0) / l1
                     write(out0, out1, gate0, gate1, inv0, inv1, live0, live1)
 
-    return Build(attention_prefill_wgmma, THREADS, v_at + V_STAGES * PLANE_NBYTES + 1024)
+    return Build(attention_prefill_wgmma, THREADS, v_at + V_STAGES * plane_nbytes + 1024)
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
     """One kernel of sm_90a."""
     if capability == "90a":
-        yield attention_prefill_wgmma_kernel(BLOCK_TILES, 1)
+        yield attention_prefill_wgmma_kernel(HEAD_DIM, BLOCK_TILES, 1)

@@ -1,8 +1,12 @@
 """Prefill attention of sm_90a with emulated warpgroups, instruction by instruction."""
 
+import numpy as np
 import pytest
 
+from ginfer.cuda.attention.pages import TILE
+from tests import attention_cases
 from tests.attention_cases import check_append, check_attention, make_cache
+from tests.device_cases import normal
 from tests.host.cuda.emulator import Emulator
 from tests.prefill_cases import attention_prefill_wgmma
 
@@ -33,3 +37,15 @@ def test_a_column_alone_is_itself_in_company(run):
     for name in ("row", "token", "qkgv"):
         setattr(cache, name, getattr(cache, name)[3:4].copy())
     assert (attention_prefill_wgmma(run, cache, block_tiles=1) == want[3:4]).all()
+
+
+def test_heads_of_128_dims(run, monkeypatch):
+    monkeypatch.setattr(attention_cases, "D", 128)
+    cache = make_cache(4, (4, 1), [(70, 3)])
+    rng = np.random.default_rng(4)
+    for t in cache.token:  # what append would write
+        for value in range(2):
+            page, slot = divmod(int(t), TILE)
+            at = cache.plane(cache.pages[0, page], value, 0)[slot]
+            cache.kv.reshape(-1)[at] = normal(rng, 128)[0]
+    check_attention(cache, attention_prefill_wgmma(run, cache, block_tiles=1))
