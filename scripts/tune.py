@@ -243,7 +243,7 @@ class DecodeCase(Case):
     def kernel(capability: str, plan: DecodeMmaPlan, bucket: Shape) -> Kernel:
         """The kernel of a plan."""
         table = PlanTable(capability, {(DecodeCase.name, bucket): plan})
-        return decode_kernel(table, FMT, bucket, Epilogue.STORE_BF16)[0]
+        return decode_kernel(table, FMT, bucket)[0]
 
     def place_tokens(self, arena: Arena) -> None:
         """In fragment order, once for each width."""

@@ -22,7 +22,7 @@ from ginfer.cuda.linear.decode_launch import (
     linear_decode,
     scratch_nbytes,
 )
-from ginfer.cuda.linear.decode_multiply import X_TILE
+from ginfer.cuda.linear.decode_results import X_TILE
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.prefill_launch import (
     LinearPrefillPlan,
@@ -94,7 +94,7 @@ class Bench:
     def decode_text(self, N: int, K: int, T: int) -> str:
         """What runs linear_decode."""
         shape = (N, K, column_tiles(T), UNPACK[FMT].tile_nbytes)
-        return self.describe(decode_kernel(self.image.plans, FMT, shape, Epilogue.STORE_BF16)[0])
+        return self.describe(decode_kernel(self.image.plans, FMT, shape)[0])
 
     def prefill_plan(self, N: int, K: int, T: int) -> tuple[LinearPrefillPlan, str]:
         """The plan of linear_prefill, and what runs it."""

@@ -169,11 +169,11 @@ def split_launch(split, grid=None):
     def launch(case, x, y, T, epilogue):
         NT = column_tiles(T)
         shape = (case.N, case.K, NT, TILE_NBYTES[case.fmt])
-        item, _ = decode_kernel(case.image.plans, case.fmt, shape, epilogue)
+        item, _ = decode_kernel(case.image.plans, case.fmt, shape)
         whole, slices = split
         items = whole + (case.blocks - whole) * slices
         addresses = (case.w.address, x, y, case.workspace.address, case.counters.address)
-        scalars = (case.k_tiles, case.blocks, whole, slices, T, case.N)
+        scalars = (case.k_tiles, case.blocks, whole, slices, T, case.N, epilogue)
         case.image.launch(item, (grid or items,), case.stream, *addresses, *scalars, dependent=True)
 
     return launch

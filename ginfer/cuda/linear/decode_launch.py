@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ginfer.cuda.linear.decode import SLICE_TILES
-from ginfer.cuda.linear.decode_multiply import X_TILE
+from ginfer.cuda.linear.decode_results import SLICE_TILES, X_TILE
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.linear.variants import COLUMN_TILES, decode_kernel
@@ -104,14 +103,13 @@ def linear_decode(
         count = min(T - first, LAUNCH_TOKENS)
         NT = column_tiles(count)
         shape = (matrix.N, matrix.K, NT, UNPACK[matrix.fmt].tile_nbytes)
-        item, RB = decode_kernel(image.plans, matrix.fmt, shape, matrix.epilogue)
+        item, RB = decode_kernel(image.plans, matrix.fmt, shape)
         items = div_ceil(blocks - whole, RB) * slices + div_ceil(whole, RB)
         tokens_at, result_at = first * k_tiles * X_TILE // 8, first * _row_nbytes(matrix)
         addresses = (matrix.w, x + tokens_at, y + result_at, scratch.workspace, scratch.counters)
-        scalars = (k_tiles, blocks, whole, slices, count, matrix.N)
+        scalars = (k_tiles, blocks, whole, slices, count, matrix.N, int(matrix.epilogue))
         grid = (min(items, matrix.num_sms) if early else items,)
-        how = () if early else (int(matrix.epilogue),)
-        image.launch(item, grid, stream, *addresses, *scalars, *how, dependent=early)
+        image.launch(item, grid, stream, *addresses, *scalars, dependent=early)
 
 
 def _row_nbytes(matrix: DecodeLinear) -> int:

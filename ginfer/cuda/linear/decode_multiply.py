@@ -21,12 +21,11 @@ from ginfer.cuda.lib.ptx import (
 )
 from ginfer.cuda.lib.wgmma import wgmma_commit, wgmma_fence, wgmma_wait
 from ginfer.cuda.lib.wgmma_scaled import STEP, TILE, scaled_sums, tokens_descriptor
+from ginfer.cuda.linear.decode_results import X_TILE
 from ginfer.cuda.linear.unpack import UNPACK
 
 if TYPE_CHECKING:
     from ginfer.cuda.lib.wgmma_scaled import ScaledSums
-
-X_TILE = 1024  # bytes of 8 tokens x 64 columns
 
 
 @cuda.jit(device=True, inline="always")

@@ -76,28 +76,23 @@ class LinearDecodePlan(LaunchPlan):
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """Decode kernels of each format, width and epilogue."""
+    """Decode kernels of each format and width."""
     plans = PlanTable(capability)
-    for fmt, epilogues in EPILOGUES.items():
+    for fmt in EPILOGUES:
         for column_tiles in COLUMN_TILES:
             shape = (128, 64, column_tiles, UNPACK[fmt].tile_nbytes)
-            for epilogue in epilogues:
-                yield decode_kernel(plans, fmt, shape, epilogue)[0]
+            yield decode_kernel(plans, fmt, shape)[0]
             if every and capability != "90a" and fmt == "Q4G64_F16S":
                 for plan in DecodeMmaPlan.candidates(capability, shape):
                     yield linear_decode_mma_kernel(fmt, column_tiles, plan.span)
 
 
-def decode_kernel(
-    plans: PlanTable, fmt: str, shape: Shape, epilogue: Epilogue
-) -> tuple[Kernel, int]:
+def decode_kernel(plans: PlanTable, fmt: str, shape: Shape) -> tuple[Kernel, int]:
     """The kernel of a launch of a plan's shape, and the row blocks of 128 in one of its items."""
     NT = shape[2]
     if plans.capability != "90a":
         span = plans.find("linear_decode_mma", DecodeMmaPlan, shape).span
         return linear_decode_mma_kernel(fmt, NT, span), 1
     p = plans.find("linear_decode", LinearDecodePlan, shape)
-    kernel = linear_decode_kernel(
-        fmt, p.warps, p.M, NT, p.span, p.stages, p.resident, p.wgmma, epilogue
-    )
+    kernel = linear_decode_kernel(fmt, p.warps, p.M, NT, p.span, p.stages, p.resident, p.wgmma)
     return kernel, p.warps * p.M // 8

@@ -31,9 +31,9 @@ def linear(fmt, shape, x, *, split, how, epilogue=Epilogue.STORE_F32):
     sliced = div_ceil(blocks - whole, RB)
     workspace = np.full(sliced * slices * RB * NT * 1024 + 1, np.nan, np.float32)
     counters = np.zeros(blocks, np.uint32)
-    item = linear_decode_kernel(fmt, warps, M, NT, span, 2, 1, wgmma, epilogue)
+    item = linear_decode_kernel(fmt, warps, M, NT, span, 2, 1, wgmma)
     items = sliced * slices + div_ceil(whole, RB)
-    scalars = (k_tiles, blocks, whole, slices, T, N)
+    scalars = (k_tiles, blocks, whole, slices, T, N, epilogue)
     run(item, min(items, 3), payload, buffer, y, workspace, counters, *scalars)
     assert (counters == 0).all()
     if epilogue == Epilogue.STORE_F32:
