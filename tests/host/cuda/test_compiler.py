@@ -1,9 +1,13 @@
 """Compiling without a GPU: what the record says, and what makes a kernel unacceptable."""
 
+import copy
+import re
 from dataclasses import replace
 
 import pytest
 
+from ginfer.cuda.norm import rms_norm_kernel
+from ginfer.cuda.runtime import compiler
 from ginfer.cuda.runtime.compiler import breaches, compile_cubin, compile_ptx, static_shared_nbytes
 from ginfer.errors import InternalError
 from tests.cuda import kernels
@@ -107,3 +111,13 @@ def test_registers_and_threads_are_limited(record):
 def test_instructions_that_a_capability_lacks_are_an_error_that_names_the_kernel():
     with pytest.raises(InternalError, match=r"kernel add\(256\) does not link for sm_80: "):
         compile_cubin(kernels.add_kernel(256), "80")
+
+
+def test_what_makes_numba_faster_changes_no_code(monkeypatch):
+    def text(item):
+        return re.sub(r"_cudapy_smem_\d+", "", compile_ptx(item, "80")[0])
+
+    items = (kernels.sum_of_ranks_kernel(64), rms_norm_kernel(0, 0))
+    ours = [text(item) for item in items]
+    monkeypatch.setattr(compiler.inline_closurecall, "copy", copy)
+    assert [text(item) for item in items] == ours
