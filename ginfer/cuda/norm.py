@@ -14,16 +14,16 @@ from numba import cuda, float32, int64, uint32
 from ginfer.cuda.lib.fragment import pair_store, tiles_of
 from ginfer.cuda.lib.numeric import (
     block_sum,
-    follow,
+    follow_late,
     high_f32,
     load_bf16x8,
-    load_f32x8,
     low_f32,
     pack_bf16,
     row_of_32,
 )
 from ginfer.cuda.lib.ptx import (
     fma_f32,
+    ld_global_f32x4,
     ld_global_u32,
     ld_global_u32x4,
     rsqrt_approx,
@@ -46,16 +46,24 @@ HELD = 3  # groups of eight columns of a thread that stay in registers
 @kernel(*(int64,) * 4, *(uint32,) * 3, float32)
 def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     """Arguments y, x, w, columns (0: t itself), C, first, rest, eps. A block takes one row."""
-    start, store = follow(early), pair_store(fragments)
-    warps, held_words = THREADS // 32, 4 * HELD
+    (start, wait), store = follow_late(early), pair_store(fragments)
+    warps, held_words, held_factors = THREADS // 32, 4 * HELD, 8 * HELD
 
     @cuda.jit(device=True, inline="always")
-    def finish(y, v, w, token, c, C, first, rest, inv):
-        """Eight columns from c of a result."""
-        f, pairs = cuda.local.array(8, float32), cuda.local.array(4, uint32)
-        load_f32x8(f, w + int64(c) * 4)
+    def load_factors(f, p, w, c):
+        """f[p : p + 8] = w[c : c + 8]."""
+        for i in range(2):
+            q = ld_global_f32x4(w + (int64(c) + 4 * i) * 4)
+            for j in range(4):
+                f[p + 4 * i + j] = q[j]
+
+    @cuda.jit(device=True, inline="always")
+    def finish(y, v, f, p, token, c, C, first, rest, inv):
+        """Eight columns from c of a result, whose factors are f[p : p + 8]."""
+        pairs = cuda.local.array(4, uint32)
         for i in range(4):
-            pairs[i] = pack_bf16(v[2 * i] * inv * f[2 * i], v[2 * i + 1] * inv * f[2 * i + 1])
+            low, high = v[2 * i] * inv * f[p + 2 * i], v[2 * i + 1] * inv * f[p + 2 * i + 1]
+            pairs[i] = pack_bf16(low, high)
         if fragments:
             for i in range(4):
                 store(y, token, uint32(c + uint32(2 * i)), C, first, rest, pairs[i])
@@ -67,6 +75,7 @@ def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     def rms_norm(y, x, w, columns, C, first, rest, eps):
         words = shared_address(cuda.shared.array(warps, float32))
         v, held = cuda.local.array(8, float32), cuda.local.array(held_words, uint32)
+        f = cuda.local.array(held_factors, float32)
         start()
         token, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
         source = token
@@ -74,6 +83,11 @@ def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
             source = uint32(ld_global_u32(row_of_32(columns, token)))
         row = x + int64(source) * int64(C) * 2
         total = float32(0.0)
+        for i in range(HELD):
+            c = uint32((thread + uint32(i * THREADS)) * uint32(8))
+            if c < C:
+                load_factors(f, 8 * i, w, c)
+        wait()
         for i in range(HELD):
             c = uint32((thread + uint32(i * THREADS)) * uint32(8))
             if c < C:
@@ -98,11 +112,12 @@ def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
                 for j in range(4):
                     v[2 * j] = low_f32(held[4 * i + j])
                     v[2 * j + 1] = high_f32(held[4 * i + j])
-                finish(y, v, w, token, c, C, first, rest, inv)
+                finish(y, v, f, 8 * i, token, c, C, first, rest, inv)
         c = uint32((thread + uint32(HELD * THREADS)) * uint32(8))
         while c < C:
             load_bf16x8(v, row + int64(c) * 2)
-            finish(y, v, w, token, c, C, first, rest, inv)
+            load_factors(f, 0, w, c)
+            finish(y, v, f, 0, token, c, C, first, rest, inv)
             c = uint32(c + uint32(THREADS * 8))
 
     return Build(rms_norm, THREADS)
