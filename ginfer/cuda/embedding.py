@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.queue import Queue
 
 FORMATS = ("W8G32_F16S", "BF16")
-THREADS = 128
+THREADS = 256
 
 
 @kernel(*(int64,) * 4, *(uint32,) * 2)

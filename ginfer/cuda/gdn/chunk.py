@@ -32,6 +32,7 @@ from ginfer.cuda.gdn.prepare import (
     TILE_NBYTES,
     WITHIN_NBYTES,
     gdn_prepare_kernel,
+    rows_at,
     rows_fetch,
 )
 from ginfer.cuda.gdn.step import WIDTH
@@ -228,11 +229,9 @@ def gdn_chunk_kernel(warps: int, stages: int, early: int):  # type: ignore[no-un
         h = uint32(block - row * HV)
         key = div_u32(h, div_u32(HV, HK))
         column = uint32(first_column + warp * uint32(TILE_ROWS))
-        # of a lane in a 16 x 16 block of a panel, as it is and transposed; operands of an mma are
-        # neighbours in either. Then the warp's columns of V in their panel
-        straight = uint32((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8)) * uint32(128)
-        turn = uint32(((lane >> uint32(3)) & uint32(1)) ^ (lane & uint32(7)))
-        straight = uint32(straight + turn * uint32(16))
+        # of a lane in a 16 x 16 block of a panel, as it is and transposed: operands of an mma come
+        # into neighbouring registers. Then the warp's columns of V in their panel
+        straight = rows_at(lane)
         swizzled = uint32((lane & uint32(15)) * uint32(128))
         swizzled = uint32(swizzled + ((lane >> uint32(4)) ^ (lane & uint32(7))) * uint32(16))
         value_panel = uint32(uint32(values_at) + (warp >> uint32(2)) * uint32(PANEL_NBYTES))

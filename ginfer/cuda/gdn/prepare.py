@@ -18,16 +18,9 @@ from typing import TYPE_CHECKING, Any
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.attention.pages import PANEL_NBYTES, TILE, chunk_at
-from ginfer.cuda.attention.products import mma_add, row_fragment
-from ginfer.cuda.gdn.step import L2_EPS, WIDTH, decay_of
-from ginfer.cuda.lib.numeric import (
-    follow,
-    high_f32,
-    low_f32,
-    row_of_32,
-    sigmoid,
-    softplus,
-)
+from ginfer.cuda.attention.products import row_fragment
+from ginfer.cuda.gdn.step import FORGOTTEN, L2_EPS, WIDTH, decay_of
+from ginfer.cuda.lib.numeric import exp_f32, follow, row_of_32, sigmoid, softplus
 from ginfer.cuda.lib.ptx import (
     cp_async_16_or_zero,
     cp_async_commit,
@@ -40,8 +33,11 @@ from ginfer.cuda.lib.ptx import (
     ld_shared_f32,
     ld_shared_u32x2,
     ld_shared_u32x4,
+    ldmatrix_x4,
+    mma_pair_add,
     rsqrt_approx,
     shared_address,
+    shfl_xor_f32,
     split_bf16,
     st_global_f32,
     st_global_u32x4,
@@ -56,7 +52,8 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
 
 CHUNK = TILE
-THREADS, AT_ONCE = 128, 4
+THREADS, RESIDENT = 128, 5  # RESIDENT: blocks on a multiprocessor
+AT_ONCE = 4  # columns that the substitution takes in a step
 BLOCK_NBYTES, BLOCKS = 512, 10
 LOW_AT, P_AT = BLOCKS * BLOCK_NBYTES, 2 * BLOCKS * BLOCK_NBYTES  # the high parts come first
 # behind the blocks: factors of S^T k, S^T q, k per row, and of the state, FP32
@@ -67,7 +64,16 @@ PITCH = CHUNK + 4  # floats
 TILE_NBYTES = 2 * PANEL_NBYTES
 MATRIX_NBYTES = CHUNK * PITCH * 4
 VECTORS_AT = 2 * MATRIX_NBYTES  # the matrices take the place of k and q
-SHARED_NBYTES = VECTORS_AT + 5 * CHUNK * 4
+SHARED_NBYTES = VECTORS_AT + 4 * CHUNK * 4
+
+
+@cuda.jit(device=True, inline="always")
+def rows_at(lane):
+    """Place of a lane's row of a 16 x 16 block of a panel, for the operands of two mma side by
+    side: rows 0-7, then rows 8-15."""
+    row = uint32((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8))
+    turn = uint32(((lane >> uint32(3)) & uint32(1)) ^ (lane & uint32(7)))
+    return uint32(row * uint32(128) + turn * uint32(16))
 
 
 def rows_fetch(threads: int, columns: int) -> Any:
@@ -97,54 +103,72 @@ def gdn_prepare_kernel(early: int):  # type: ignore[no-untyped-def]
     """Arguments within, convolved, ab, gates, chunks, HK, HV. A block takes a chunk and a value
     head. within: [chunks][HV][WITHIN_NBYTES]; chunks: u32 (first column, columns) each."""
     start, shorten, fetch = follow(early), WIDTH**-0.5, rows_fetch(THREADS, WIDTH)
-    sums, invk, invq, betas, raw = (VECTORS_AT + i * CHUNK * 4 for i in range(5))
+    sums, invk, invq, betas = (VECTORS_AT + i * CHUNK * 4 for i in range(4))
 
     @cuda.jit(device=True, inline="always")
-    def length(tile, row):
-        """1 / |x| of a row of 128."""
-        total = float32(0.0)
-        for c in range(WIDTH // 8):
-            place = uint32(uint32(c >> 3) * uint32(PANEL_NBYTES))
-            place = uint32(tile + place + chunk_at(row, uint32(c & 7)))
-            q = ld_shared_u32x4(place)
-            for i in range(4):
-                total = fma_f32(low_f32(q[i]), low_f32(q[i]), total)
-                total = fma_f32(high_f32(q[i]), high_f32(q[i]), total)
-        return rsqrt_approx(total + float32(L2_EPS))
+    def gate(base, ab, gates, t, h, HV, row, n):
+        """g of a row, and its beta to its place; nothing moves beyond the end of a chunk."""
+        g, beta = float32(0.0), float32(0.0)
+        if row < n:
+            at = ab + (int64(t + row) * int64(HV) * 2 + int64(h)) * 4
+            bias = ld_global_f32(gates + int64(HV + h) * 4)
+            g = ld_global_f32(gates + int64(h) * 4) * softplus(ld_global_f32(at) + bias)
+            beta = sigmoid(ld_global_f32(at + int64(HV) * 4))
+        st_shared_f32(uint32(base + uint32(betas) + row * uint32(4)), beta)
+        return g
 
     @cuda.jit(device=True, inline="always")
-    def vectors(base, thread):
-        """Lengths, and running sums of g in ascending order."""
-        row = uint32(thread & uint32(CHUNK - 1))
-        word = uint32(base + row * uint32(4))
-        if thread < uint32(CHUNK):
-            st_shared_f32(uint32(word + uint32(invk)), length(base, row))
-            total = float32(0.0)
-            for m in range(CHUNK):
-                g = ld_shared_f32(uint32(base + uint32(raw + 4 * m)))
-                total = total + (g if uint32(m) <= row else float32(0.0))
-            st_shared_f32(uint32(word + uint32(sums)), total)
-        else:
-            found = length(uint32(base + uint32(TILE_NBYTES)), row)
-            st_shared_f32(uint32(word + uint32(invq)), found * float32(shorten))
+    def add_up(base, first, second, lane):
+        """One warp: running sums of g, of which a lane has two rows."""
+        before, total = float32(0.0), first + second
+        for i in range(5):
+            other = shfl_xor_f32(total, uint32(1 << i))
+            before = before + (other if lane & uint32(1 << i) else float32(0.0))
+            total = total + other
+        at = uint32(base + uint32(sums) + lane * uint32(8))
+        st_shared_f32(at, before + first)
+        st_shared_f32(uint32(at + uint32(4)), before + first + second)
+
+    @cuda.jit(device=True, inline="always")
+    def keep_lengths(c, p, to, scale, row, lane):
+        """scale / |x| of the warp's rows, from the diagonal of X X^T."""
+        i = uint32(lane >> uint32(2))
+        if i >> uint32(1) == lane & uint32(3):
+            at = uint32(to + (row + i) * uint32(4))
+            low = c[p + 1] if i & uint32(1) else c[p]
+            high = c[p + 7] if i & uint32(1) else c[p + 6]
+            st_shared_f32(at, rsqrt_approx(low + float32(L2_EPS)) * scale)
+            st_shared_f32(uint32(at + uint32(32)), rsqrt_approx(high + float32(L2_EPS)) * scale)
 
     @cuda.jit(device=True, inline="always")
     def scores(kk, qk, base, warp, lane):
-        """K K^T and Q K^T of the warp's 16 rows, of raw inputs."""
+        """K K^T and Q K^T of the warp's 16 rows, of raw inputs, and the lengths of the rows."""
+        qq = cuda.local.array(8, float32)
+        k, q = cuda.local.array(4, uint32), cuda.local.array(4, uint32)
         for i in range(32):
             kk[i] = float32(0.0)
             qk[i] = float32(0.0)
+        for i in range(8):
+            qq[i] = float32(0.0)
         queries, row = uint32(base + uint32(TILE_NBYTES)), uint32(warp * uint32(16))
+        straight = rows_at(lane)
         for step in range(WIDTH // 16):
-            k = row_fragment(base, row, uint32(step), PANEL_NBYTES, lane)
-            q = row_fragment(queries, row, uint32(step), PANEL_NBYTES, lane)
+            a = row_fragment(base, row, uint32(step), PANEL_NBYTES, lane)
+            b = row_fragment(queries, row, uint32(step), PANEL_NBYTES, lane)
+            for i in range(4):
+                k[i], q[i] = a[i], b[i]
+            mma_pair_add(qq, 0, q, b[0], b[2], b[1], b[3])
+            at = uint32(base + (straight ^ uint32((step & 3) * 32)))
+            at = uint32(at + uint32(step >> 2) * uint32(PANEL_NBYTES))
             for n in range(4):
                 if uint32(n) <= warp:
-                    b = row_fragment(base, uint32(16 * n), uint32(step), PANEL_NBYTES, lane)
-                    mma_add(kk, 8 * n, k, b[0], b[2])
-                    mma_add(kk, 8 * n + 4, k, b[1], b[3])
-                    mma_add(qk, 8 * n, q, b[0], b[2])
-                    mma_add(qk, 8 * n + 4, q, b[1], b[3])
+                    c = ldmatrix_x4(uint32(at + uint32(n * 16 * 128)))
+                    mma_pair_add(kk, 8 * n, k, c[0], c[1], c[2], c[3])
+                    mma_pair_add(qk, 8 * n, q, c[0], c[1], c[2], c[3])
+        keep_lengths(qq, 0, uint32(base + uint32(invq)), float32(shorten), row, lane)
+        for n in range(4):
+            if uint32(n) == warp:
+                keep_lengths(kk, 8 * n, uint32(base + uint32(invk)), float32(1.0), row, lane)
 
     @cuda.jit(device=True, inline="always")
     def pair_at(base, at, j):
@@ -156,8 +180,10 @@ def gdn_prepare_kernel(early: int):  # type: ignore[no-untyped-def]
     def weigh(kk, qk, p, i, j, g, scales):
         """Element p of both products, row i and column j: A and P. g: sum of the row and of the
         column; scales: of K K^T and of Q K^T."""
-        decay = decay_of(g[0] - g[1]) if j <= i else float32(0.0)
-        kk[p] = kk[p] * scales[0] * decay if j < i else float32(0.0)
+        change = g[0] - g[1]
+        decay = exp_f32(change)
+        decay = decay if j <= i and change > float32(FORGOTTEN) else float32(0.0)
+        kk[p] = kk[p] * scales[0] * (decay if j < i else float32(0.0))
         qk[p] = qk[p] * scales[1] * decay
 
     @cuda.jit(device=True, inline="always")
@@ -273,7 +299,7 @@ def gdn_prepare_kernel(early: int):  # type: ignore[no-untyped-def]
         if row < uint32(4):
             st_global_f32(out + END_AT + int64(row) * 4, decay_of(end))
 
-    @cuda.jit(fastmath=True, launch_bounds=THREADS)
+    @cuda.jit(fastmath=True, launch_bounds=(THREADS, RESIDENT))
     def gdn_prepare(within, convolved, ab, gates, chunks, HK, HV):
         base = uint32(shared_address(cuda.shared.array(0, uint32)))
         kk, qk = cuda.local.array(32, float32), cuda.local.array(32, float32)
@@ -290,19 +316,13 @@ def gdn_prepare_kernel(early: int):  # type: ignore[no-untyped-def]
         fetch(base, q + int64(HK) * (2 * WIDTH), width, n, thread)
         fetch(uint32(base + uint32(TILE_NBYTES)), q, width, n, thread)
         cp_async_commit()
-        if thread < uint32(CHUNK):
-            g, beta = float32(0.0), float32(0.0)
-            if thread < n:
-                at = ab + (int64(t + thread) * int64(HV) * 2 + int64(h)) * 4
-                bias = ld_global_f32(gates + int64(HV + h) * 4)
-                g = ld_global_f32(gates + int64(h) * 4) * softplus(ld_global_f32(at) + bias)
-                beta = sigmoid(ld_global_f32(at + int64(HV) * 4))
-            word = uint32(base + thread * uint32(4))
-            st_shared_f32(uint32(word + uint32(raw)), g)
-            st_shared_f32(uint32(word + uint32(betas)), beta)
+        if warp == 0:
+            row = uint32(lane * uint32(2))
+            g = gate(base, ab, gates, t, h, HV, row, n)
+            after = gate(base, ab, gates, t, h, HV, uint32(row + uint32(1)), n)
+            add_up(base, g, after, lane)
         cp_async_wait_0()
         cuda.syncthreads()
-        vectors(base, thread)
         scores(kk, qk, base, warp, lane)
         cuda.syncthreads()
         out = within + (int64(item) * int64(HV) + int64(h)) * WITHIN_NBYTES
