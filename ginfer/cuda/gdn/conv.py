@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 
 from numba import cuda, float32, int64, uint32
 
-from ginfer.cuda.lib.numeric import follow, high_f32, low_f32, pack_bf16, row_of_32, silu
+from ginfer.cuda.lib.numeric import (
+    follow,
+    follow_late,
+    high_f32,
+    low_f32,
+    pack_bf16,
+    row_of_32,
+    silu,
+)
 from ginfer.cuda.lib.ptx import (
     div_u32,
     fma_f32,
@@ -49,15 +57,7 @@ RESIDENT = 5  # blocks of prefill on a multiprocessor: 2,048 columns of 10,240 c
 def conv_kernel(early: int):  # type: ignore[no-untyped-def]
     """Arguments y, mix, taps, history, indptr, state_in, state_out, X, W, blocks of a row. history:
     [slots][taps - 1][X] BF16 of the layer."""
-    start = follow(early)
-
-    @cuda.jit(device=True, inline="always")
-    def raw(mix, old, t, first, X, W, c):
-        """The channel pair of a column, which may lie in the history."""
-        at = mix + (int64(t) * int64(W) + int64(c)) * 2
-        if t < first:
-            at = old + (int64(t - first + int64(TAPS - 1)) * int64(X) + int64(c)) * 2
-        return ld_global_u32(at)
+    start, wait = follow_late(early)
 
     @cuda.jit(fastmath=True, launch_bounds=THREADS)
     def conv(y, mix, taps, history, indptr, state_in, state_out, X, W, blocks):
@@ -73,12 +73,13 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
             old = history + int64(ld_global_u32(row_of_32(state_in, row))) * slot_nbytes
             new = history + int64(ld_global_u32(row_of_32(state_out, row))) * slot_nbytes
             t = first
-            a = raw(mix, old, t - 3, first, X, W, c)
-            b = raw(mix, old, t - 2, first, X, W, c)
-            d = raw(mix, old, t - 1, first, X, W, c)
+            a = ld_global_u32(old + int64(c) * 2)
+            b = ld_global_u32(old + (int64(X) + int64(c)) * 2)
+            d = ld_global_u32(old + (int64(X) * 2 + int64(c)) * 2)
             for k in range(TAPS):
                 at = taps + (int64(k) * int64(X) + int64(c)) * 4
                 w[2 * k], w[2 * k + 1] = ld_global_f32(at), ld_global_f32(at + 4)
+            wait()
             while t < end:
                 e = ld_global_u32(mix + (t * int64(W) + int64(c)) * 2)
                 low = fma_f32(w[2], low_f32(b), w[0] * low_f32(a))
@@ -92,6 +93,8 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
             st_global_u32(new + int64(c) * 2, a)
             st_global_u32(new + (int64(X) + int64(c)) * 2, b)
             st_global_u32(new + (int64(X) * 2 + int64(c)) * 2, d)
+        else:
+            wait()
 
     return Build(conv, THREADS)
 
