@@ -49,7 +49,6 @@ from ginfer.cuda.lib.ptx import (
 )
 from ginfer.cuda.lib.wgmma import tile_descriptor, wgmma_commit, wgmma_fence, wgmma_wait
 from ginfer.cuda.lib.wgmma_attention import (
-    all_lanes,
     arrive_at_barrier,
     attention_tile,
     count_arrival,
@@ -94,56 +93,40 @@ def _next(slot, phase, stages):
 
 def merging(tile, D):
     """Device functions merged(total, block, stats, group, thread), the statistics of the blocks up
-    to `block` after their sums have been merged in registers, and fold(...), which leaves both in
-    memory.
+    to `block` after their sums have been merged in registers, and fold(...), which stores both.
 
     total: (address for this thread, address of the number of merged blocks, whether other thread
-    blocks work on these rows, zero); stats: maxima and sums of two rows.
+    blocks work on these rows); stats: maxima and sums of two rows.
     """
-    stats_at, merge, store, add_to = D // 8 * 2048, tile.merge, tile.store, tile.add_to
-
-    @cuda.jit(device=True, inline="always")
-    def factors(total, block, stats, group, thread):
-        """(statistics of both, factors of the blocks before and of this one, for both rows)."""
-        at, flag, shared, _ = total
-        m0, m1, l0, l1 = stats
-        if shared:
-            if (thread & uint32(127)) == 0:
-                while ld_acquire_u32(flag) < block:
-                    pass
-            named_barrier(uint32(group + uint32(3)), uint32(128))
-        old = ld_global_f32x4(at + stats_at)
-        n0, n1 = max_f32(old[0], m0), max_f32(old[1], m1)
-        left0, right0 = exp2_approx(old[0] - n0), exp2_approx(m0 - n0)
-        left1, right1 = exp2_approx(old[1] - n1), exp2_approx(m1 - n1)
-        l0 = fma_f32(old[2], left0, mul_rn_f32(l0, right0))
-        l1 = fma_f32(old[3], left1, mul_rn_f32(l1, right1))
-        return (n0, n1, l0, l1), (left0, right0, left1, right1)
+    stats_at, merge, store = D // 8 * 2048, tile.merge, tile.store
 
     @cuda.jit(device=True, inline="always")
     def merged(total, block, stats, group, thread):
-        stats = (stats[0], stats[1], _quad_sum(stats[2]), _quad_sum(stats[3]))
+        at, flag, shared, none = total
+        m0, m1, l0, l1 = stats
+        l0, l1 = _quad_sum(l0), _quad_sum(l1)
         if block > 0:
-            stats, f = factors(total, block, stats, group, thread)
-            merge(total[0], f[0], f[1], f[2], f[3], total[3])
-        return stats
+            if shared:
+                if (thread & uint32(127)) == 0:
+                    while ld_acquire_u32(flag) < block:
+                        pass
+                named_barrier(uint32(group + uint32(3)), uint32(128))
+            old = ld_global_f32x4(at + stats_at)
+            n0, n1 = max_f32(old[0], m0), max_f32(old[1], m1)
+            left0, right0 = exp2_approx(old[0] - n0), exp2_approx(m0 - n0)
+            left1, right1 = exp2_approx(old[1] - n1), exp2_approx(m1 - n1)
+            merge(at, left0, right0, left1, right1, none)
+            l0 = fma_f32(old[2], left0, mul_rn_f32(l0, right0))
+            l1 = fma_f32(old[3], left1, mul_rn_f32(l1, right1))
+            m0, m1 = n0, n1
+        return m0, m1, l0, l1
 
     @cuda.jit(device=True, inline="always")
     def fold(total, block, stats, group, thread):
-        at, flag, shared, none = total
-        stats = (stats[0], stats[1], _quad_sum(stats[2]), _quad_sum(stats[3]))
-        kept = uint32(0)
-        if block > 0:
-            stats, f = factors(total, block, stats, group, thread)
-            same = f[0] == float32(1.0) and f[2] == float32(1.0)
-            kept = all_lanes(uint32(1) if same else uint32(0))
-            if kept == 0:
-                merge(at, f[0], f[1], f[2], f[3], none)
-            else:  # the same sums without a wait: maxima mostly lie in the first block
-                add_to(at, f[1], f[3])
-        if kept == 0:
-            store(at)
-        st_global_f32x4(at + stats_at, stats[0], stats[1], stats[2], stats[3])
+        at, flag, shared, _ = total
+        m0, m1, l0, l1 = merged(total, block, stats, group, thread)
+        store(at)
+        st_global_f32x4(at + stats_at, m0, m1, l0, l1)
         if shared:
             named_barrier(uint32(group + uint32(3)), uint32(128))
             if (thread & uint32(127)) == 0:
@@ -161,7 +144,7 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
     grid takes units in turns, the last ones, when they are fewer than blocks, each with `split`
     blocks. ordered: the warpgroups' products strictly alternate.
     """
-    start, words, plane_nbytes = follow(1), K_STAGES + V_STAGES + 1, TILE * D * 2
+    start, words, plane_nbytes = follow(1), K_STAGES + V_STAGES + 2, TILE * D * 2
     q_nbytes, tile, q_chunks = ROWS * D * 2, attention_tile(D, ROWS), D // 8
     k_at, v_at = q_nbytes, q_nbytes + K_STAGES * plane_nbytes
     shift, q_shift = block_tiles.bit_length() - 1, q_chunks.bit_length() - 1
@@ -226,21 +209,29 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
         ask_values(base, barrier, v_slot, history, tile_of(uint32(0), first, stride))
 
     @cuda.jit(device=True, inline="always")
-    def release(i, n, slots, places, history, blocks, lane):
-        """Keys i and values i - 1 are done with: the last warp asks for what comes into their
-        places."""
-        k_slot, v_slot, parity = slots
+    def is_last(barrier, which, lane):
+        """Whether this is the lane that asks for more: of the last warp to count itself."""
+        if lane != 0:
+            return False
+        counter = uint32(barrier + uint32(counters) + which * uint32(4))
+        return count_arrival(counter, uint32(WARPS - 1)) == uint32(WARPS - 1)
+
+    @cuda.jit(device=True, inline="always")
+    def release_keys(i, n, slot, parity, places, history, blocks, lane):
+        """Keys i are done with: ask for those that come into their place."""
         base, barrier = places
-        first, stride = blocks
-        if lane == 0:
-            counter = uint32(barrier + uint32(counters) + parity * uint32(4))
-            if count_arrival(counter, uint32(WARPS - 1)) == uint32(WARPS - 1):
-                if uint32(i + uint32(1)) < n:
-                    key_tile = tile_of(uint32(i + uint32(1)), first, stride)
-                    ask_values(base, barrier, v_slot, history, key_tile)
-                if uint32(i + uint32(K_STAGES)) < n:
-                    key_tile = tile_of(uint32(i + uint32(K_STAGES)), first, stride)
-                    ask_keys(base, barrier, k_slot, history, key_tile)
+        if is_last(barrier, parity, lane) and uint32(i + uint32(K_STAGES)) < n:
+            key_tile = tile_of(uint32(i + uint32(K_STAGES)), blocks[0], blocks[1])
+            ask_keys(base, barrier, slot, history, key_tile)
+
+    @cuda.jit(device=True, inline="always")
+    def release_values(i, n, slot, parity, places, history, blocks, lane):
+        """Values i - 1 are done with: ask for those that come into their place."""
+        base, barrier = places
+        which = uint32(parity + uint32(2))
+        if is_last(barrier, which, lane) and uint32(i + uint32(1)) < n:
+            key_tile = tile_of(uint32(i + uint32(1)), blocks[0], blocks[1])
+            ask_values(base, barrier, slot, history, key_tile)
 
     @cuda.jit(device=True, inline="always")
     def take_turn(group):
@@ -297,10 +288,10 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
     @cuda.jit(device=True, inline="always")
     def prepare(barrier, thread):
         if thread == 0:
-            for s in range(words - 1):
+            for s in range(words - 2):
                 mbarrier_init(uint32(barrier + uint32(s * 8)), uint32(1))
-            st_shared_u32(uint32(barrier + uint32(counters)), uint32(0))
-            st_shared_u32(uint32(barrier + uint32(counters + 4)), uint32(0))
+            for s in range(4):
+                st_shared_u32(uint32(barrier + uint32(counters + s * 4)), uint32(0))
             fence_async_proxy()
 
     @cuda.jit(device=True, inline="always")
@@ -412,8 +403,9 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
                 key = uint32(tile_of(uint32(0), first, stride) << uint32(6))
                 m0, m1, l0, l1, d0, d1 = weigh(empty, factor, key, border, positions)
                 pack()
-                slots = (k_slot, uint32(v_slot ^ uint32(1)), parity)
-                release(uint32(0), n, slots, places, history, blocks, lane)
+                slot = uint32(v_slot ^ uint32(1))
+                release_keys(uint32(0), n, k_slot, parity, places, history, blocks, lane)
+                release_values(uint32(0), n, slot, parity, places, history, blocks, lane)
                 k_slot, k_phase = _next(k_slot, k_phase, K_STAGES)
                 parity = uint32(parity ^ uint32(1))
                 i = uint32(1)
@@ -428,6 +420,7 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
                     wgmma_commit()
                     end_turn(group)
                     wait_scores()
+                    release_keys(i, n, k_slot, parity, places, history, blocks, lane)
                     before = (m0, m1, l0, l1)
                     fresh = (i & uint32(block_tiles - 1)) == 0
                     stats = empty if fresh else before
@@ -441,8 +434,7 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
                         fold(total, block, before, group, thread)
                     else:
                         rescale(d0, d1)
-                    slots = (k_slot, v_slot, parity)
-                    release(i, n, slots, places, history, blocks, lane)
+                    release_values(i, n, v_slot, parity, places, history, blocks, lane)
                     k_slot, k_phase = _next(k_slot, k_phase, K_STAGES)
                     v_slot, v_phase = _next(v_slot, v_phase, V_STAGES)
                     parity = uint32(parity ^ uint32(1))

@@ -27,12 +27,6 @@ count_arrival = ptx_op(  # the number of arrivals before; starts again after $2
     "atom.acq_rel.cta.shared.inc.u32 $0, [$1], $2;", "r", "rr"
 )
 st_release_u32 = ptx_op("st.release.gpu.global.u32 [$0], $1;", "", "lr")
-all_lanes = ptx_op(
-    "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.all.pred p, p, 0xffffffff; "
-    "selp.u32 $0, 1, 0, p; }",
-    "r",
-    "r",
-)
 max_f32 = ptx_op("max.f32 $0, $1, $2;", "f", "ff", effects=False)
 _STEP = 2048  # bytes between the quadruples of a thread's sums in memory: 128 threads x 16
 
@@ -46,8 +40,8 @@ class AttentionTile:
     rows. weigh(scale, low, high): scores become 2^(score * scale + low or high); their two sums.
     pack(): weights = scores in BF16. add(v, keep): sums = weights V, plus the sums when keep is not
     0. rescale(low, high): sums times a factor per row.
-    store(at): sums to memory, a quadruple every 2,048 bytes. add_to(at, new0, new1): sums * new are
-    added there. merge(at, old0, new0, old1, new1, zero): sums = those there * old + sums * new.
+    store(at): sums to memory, a quadruple every 2,048 bytes. merge(at, old0, new0, old1, new1,
+    zero): sums = those there * old + sums * new.
     finish(out0, out1, gate0, gate1, inv0, inv1, live0, live1): out = sums * inv * sigmoid(gate)
     in BF16 for rows that are live, at global addresses of dim 2 t.
     """
@@ -61,7 +55,6 @@ class AttentionTile:
     add: Any
     rescale: Any
     store: Any
-    add_to: Any
     merge: Any
     finish: Any
 
@@ -94,7 +87,6 @@ def attention_tile(D: int, rows: int) -> AttentionTile:
             "",
             "l",
         ),
-        add_to=ptx_op(_add_to(D), "", "lff"),
         merge=ptx_op(_merge(D), "", "lffffr"),
         finish=ptx_op(_finish(D), "", "llllffrr"),
     )
@@ -170,16 +162,6 @@ def _rescale(D: int) -> str:
     )
 
 
-def _add_to(D: int) -> str:
-    """Equal to `merge` with old factors of one, for both flush what is subnormal to zero."""
-    lines = [f"mul.rn.ftz.f32 sum{i}, sum{i}, ${1 + (i >> 1 & 1)};" for i in range(D // 2)]
-    lines += [
-        f"red.global.add.v4.f32 [$0+{_STEP * i}], {{{_names('sum', 4 * i, 4)}}};"
-        for i in range(D // 8)
-    ]
-    return " ".join(lines)
-
-
 def _merge(D: int, batch: int = 8) -> str:
     """A batch of loads depends on the results of the batch before, through a mask that is zero:
     else all loads move to the front, where no registers are left for them."""
@@ -192,8 +174,8 @@ def _merge(D: int, batch: int = 8) -> str:
         for i in range(4 * batch):
             total, old = f"sum{4 * first + i}", 1 + 2 * (i >> 1 & 1)
             lines += [
-                f"mul.rn.ftz.f32 {total}, {total}, ${old + 1};",
-                f"fma.rn.ftz.f32 {total}, v{i}, ${old}, {total};",
+                f"mul.rn.f32 {total}, {total}, ${old + 1};",
+                f"fma.rn.f32 {total}, v{i}, ${old}, {total};",
             ]
         lines.append("mov.b32 t, 0;")
         for i in range(4 * batch):

@@ -43,7 +43,6 @@ BINARY = {
     "max.f32": lambda a, b: _w(np.maximum(_f(a), _f(b))),
     "add.rn.f32": lambda a, b: _w(_f(a) + _f(b)),
     "add.f32": lambda a, b: _w(_f(a) + _f(b)),
-    "mul.rn.ftz.f32": lambda a, b: _w(_ftz(_f(a) * _f(b))),
     "mul.rn.f32": lambda a, b: _w(_f(a) * _f(b)),
     "mul.f32": lambda a, b: _w(_f(a) * _f(b)),
     "or.b32": lambda a, b: a | b,
@@ -129,15 +128,10 @@ class Warp:
         if opcode.startswith("wgmma"):
             assert live.all()
             return self.multiply(opcode, operands, arguments)
-        if opcode.startswith(("ld.global", "st.global", "st.shared", "red.global.add.v4.f32")):
+        if opcode.startswith(("ld.global", "st.global", "st.shared")):
             return self.access(opcode, operands, arguments, live)
         if opcode == "vote.sync.any.pred":
             found = np.full(LANES, self.registers[operands[1]].any())
-        elif opcode == "vote.sync.all.pred":
-            found = np.full(LANES, self.registers[operands[1]].all())
-        elif opcode == "selp.u32":
-            one, other, p = (self.value(o, arguments) for o in operands[1:])
-            found = np.where(p, one, other)
         elif opcode == "setp.ne.or.f32":
             a, b, p = (self.value(o, arguments) for o in operands[1:])
             found = (_f(a) != _f(b)) | p
@@ -174,11 +168,6 @@ class Warp:
                 for lane in np.flatnonzero(live):
                     word = int(self.value(name, arguments)[lane])
                     machine.store(int(where[lane]) + 4 * i, ctypes.c_uint32, word)
-            elif opcode.startswith("red"):
-                for lane in np.flatnonzero(live):
-                    to = int(where[lane]) + 4 * i
-                    total = machine.load(to, ctypes.c_float) + _f(self.value(name, arguments))[lane]
-                    machine.store(to, ctypes.c_float, float(np.float32(total)))
             else:
                 found = np.zeros(LANES, np.uint32)
                 for lane in np.flatnonzero(live):
