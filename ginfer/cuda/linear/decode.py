@@ -30,7 +30,7 @@ from ginfer.cuda.lib.ptx import (
     wait_for_previous_kernel,
 )
 from ginfer.cuda.lib.wgmma_scaled import declare_sums
-from ginfer.cuda.linear.decode_multiply import Ring, consume_by_mma, consume_by_wgmma
+from ginfer.cuda.linear.decode_multiply import Ring, consume_by_mma, consume_by_wgmma, stage_tiles
 from ginfer.cuda.linear.decode_results import (
     X_TILE,
     item_locator,
@@ -68,7 +68,7 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
     slab, weight_bytes, stage_bytes = form.slab, form.weight_bytes, form.stage_bytes
     sums, words, empty, ring_bytes = M * NT * 4, 2 * stages, stages * 8, stages * stage_bytes
     factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(M, NT, consumers)
-    declare = declare_sums(NT)
+    declare, tiles_of = declare_sums(NT), stage_tiles(span, wgmma)
     consume = (consume_by_wgmma if wgmma else consume_by_mma)(fmt, M, NT, form)
     locate, exchange_slices = item_locator(RB), slice_exchange(sums, consumers)
     write = result_writer(M, NT, consumers)
@@ -78,6 +78,7 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
         s, phase, item = uint32(0), uint32(1), uint32(cuda.blockIdx.x)
         while item < items:
             block, end, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
+            done = uint32(0)
             source = w + (int64(block) * int64(k_tiles) + int64(first)) * tile_bytes
             second = (
                 w
@@ -88,7 +89,7 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
                 * tile_bytes
             )
             while left > uint32(0):
-                count = min(left, uint32(span))
+                count = tiles_of(left, done)
                 num_bytes = uint32(count * uint32(tile_bytes))
                 full = uint32(barrier + s * uint32(8))
                 at = uint32(ring + s * uint32(stage_bytes))
@@ -97,9 +98,9 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
                 bulk_copy_to_shared(at, source, num_bytes, full)
                 if RB == 2:
                     bulk_copy_to_shared(uint32(at + uint32(slab)), second, num_bytes, full)
-                source += slab
-                second += slab
-                left = uint32(left - count)
+                source += int64(num_bytes)
+                second += int64(num_bytes)
+                left, done = uint32(left - count), uint32(done + count)
                 s = uint32(s + uint32(1))
                 if s == uint32(stages):
                     s = uint32(0)
@@ -111,17 +112,18 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
         s, phase, item = uint32(0), uint32(1), uint32(cuda.blockIdx.x)
         while item < items:
             _, _, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
+            done = uint32(0)
             source = x + int64(first) * x_bytes
             while left > uint32(0):
-                count = min(left, uint32(span))
+                count = tiles_of(left, done)
                 num_bytes = uint32(count * uint32(x_bytes))
                 full = uint32(barrier + s * uint32(8))
                 mbarrier_wait(uint32(full + uint32(empty)), phase)
                 mbarrier_expect_bytes(full, num_bytes)
                 at = uint32(ring + s * uint32(stage_bytes) + uint32(weight_bytes))
                 bulk_copy_to_shared(at, source, num_bytes, full)
-                source += span * x_bytes
-                left = uint32(left - count)
+                source += int64(num_bytes)
+                left, done = uint32(left - count), uint32(done + count)
                 s = uint32(s + uint32(1))
                 if s == uint32(stages):
                     s = uint32(0)

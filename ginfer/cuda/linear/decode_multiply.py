@@ -246,25 +246,53 @@ def _advance(stages: int) -> Any:
     return advance
 
 
+def stage_tiles(span: int, wgmma: int) -> Any:
+    """Device function: k tiles of the next stage of an item, by how many are left and done. On mma
+    the first and the last stages are short: work begins early, and little is left behind the last
+    bytes."""
+    half, quarter = max(span // 2, 1), max(span // 4, 1)
+
+    @cuda.jit(device=True, inline="always")
+    def tapered(left, done):
+        count = uint32(span)
+        if done < uint32(span) or left <= uint32(span):
+            count = uint32(half)
+        if done < uint32(half) or left <= uint32(half):
+            count = uint32(quarter)
+        return min(left, count)
+
+    @cuda.jit(device=True, inline="always")
+    def equal(left, done):
+        return min(left, uint32(span))
+
+    return equal if wgmma else tapered
+
+
 def consume_by_mma(fmt: str, M: int, NT: int, ring: Ring) -> Any:
     """Device function consume(c, at, barrier, s, phase, left, warp, lane): c += the next `left` k
     tiles of the ring at `at`, from stage s on; returns the stage after them and its phase."""
     span, stages, stage_bytes = ring.span, ring.stages, ring.stage_bytes
     weight_bytes, tile_bytes, x_bytes = ring.weight_bytes, ring.tile_bytes, ring.x_bytes
-    empty, advance = 8 * stages, _advance(stages)
-    one, all_tiles = by_mma(fmt, M, NT, 1, ring.slab), by_mma(fmt, M, NT, span, ring.slab)
+    empty, advance, tiles_of = 8 * stages, _advance(stages), stage_tiles(span, 0)
+    half, quarter, slab = max(span // 2, 1), max(span // 4, 1), ring.slab
+    one, some = by_mma(fmt, M, NT, 1, slab), by_mma(fmt, M, NT, quarter, slab)
+    more, most = by_mma(fmt, M, NT, half, slab), by_mma(fmt, M, NT, span, slab)
 
     @cuda.jit(device=True, inline="always")
     def consume(c, at, barrier, s, phase, left, warp, lane):
-        chosen = uint32(1) if lane == 0 else uint32(0)
+        chosen, done = uint32(1) if lane == 0 else uint32(0), uint32(0)
         while left > uint32(0):
             full = uint32(barrier + s * uint32(8))
             weights = uint32(at + s * uint32(stage_bytes))
             tokens = uint32(weights + uint32(weight_bytes))
-            count = min(left, uint32(span))
+            count = tiles_of(left, done)
             mbarrier_wait(full, phase)
             if count == uint32(span):
-                all_tiles(c, weights, tokens, warp, lane)
+                most(c, weights, tokens, warp, lane)
+            elif count == uint32(half):
+                more(c, weights, tokens, warp, lane)
+            elif count == uint32(quarter):
+                some(c, weights, tokens, warp, lane)
             else:
                 for _ in range(count):
                     one(c, weights, tokens, warp, lane)
@@ -272,7 +300,7 @@ def consume_by_mma(fmt: str, M: int, NT: int, ring: Ring) -> Any:
                     tokens = uint32(tokens + uint32(x_bytes))
             cuda.syncwarp()
             mbarrier_arrive_if(uint32(full + uint32(empty)), chosen)
-            left = uint32(left - count)
+            left, done = uint32(left - count), uint32(done + count)
             s, phase = advance(s, phase)
         return s, phase
 

@@ -29,7 +29,7 @@ EPILOGUES = {  # what a model does with the sums of a format's matrices
 SHARED_NBYTES = 212 << 10
 MMA_TILES = 2  # column tiles up to which mma beats wgmma
 W8_NBYTES = UNPACK["W8G32_F16S"].tile_nbytes
-LONGEST_SPAN = {1: 8, 2: 4, 4: 4, 8: 4}  # k tiles between two barriers, by column tiles
+LONGEST_SPAN = {1: 8, 2: 4, 4: 2, 8: 4}  # k tiles between two barriers, by column tiles
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def linear(fmt, shape, x, *, split, how, epilogue=Epilogue.STORE_F32):
     ("fmt", "T", "split", "how"),
     [
         ("Q4G64_F16S", 5, (1, 2), (8, 1, 4, MMA)),
+        ("Q4G64_F16S", 3, (2, 1), (8, 1, 8, MMA)),
         ("Q4G64_F16S", 5, (1, 2), (8, 1, 4, WGMMA)),
         ("Q4G64_BF16S", 9, (2, 1), (4, 2, 2, MMA)),
         ("Q4G64_BF16S", 33, (0, 2), (8, 2, 1, WGMMA)),
@@ -71,3 +72,10 @@ def test_gated_rows_become_tokens_of_the_next_linear(how):
     want = (z[:, :, 0] / (1 + np.exp(-z[:, :, 0])) * z[:, :, 1]).reshape(9, -1)
     got = linear(fmt, shape, x, split=(0, 2), how=how, epilogue=Epilogue.SILU_UP)
     SILU_UP_BF16.check(got, want)
+
+
+def test_stages_of_every_length():
+    x = tokens(2, 1288)  # 21 k tiles: 2, 2, 4, 8, 2, 2, 1
+    want = x.astype(np.float64) @ weights("Q4G64_F16S", 32, 1288)[1].T
+    how = (8, 1, 8, MMA)
+    LINEAR_BF16.check(linear("Q4G64_F16S", (32, 1288), x, split=(1, 1), how=how), want)
