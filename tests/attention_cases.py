@@ -62,12 +62,13 @@ class Cache:
         self.kv.reshape(-1)[at] = bits
 
     def get(self, page, value, g):
-        """The values of a plane, [64, D]."""
+        """What a plane represents, [64, D]: of packed values, code * scale in BF16."""
         at = self.plane(page, value, g)
         if not self.shape.packed:
             return bf16_to_f32(self.kv.reshape(-1)[at])
         scales = self.scales.reshape(-1)[at[:, ::64] // 64].view(np.float16).astype(np.float64)
-        return self.kv.reshape(-1)[at] * np.repeat(scales, 64, 1)
+        exact = self.kv.reshape(-1)[at] * np.repeat(scales, 64, 1)
+        return bf16_to_f32(bf16_bits(exact.astype(np.float32))) if value else exact
 
     def history(self, row, tokens):
         """(K, V) [tokens, G, D] of a row."""
@@ -158,7 +159,8 @@ def check_append(run, cache, seed=0):
                 step = np.abs(want[t]).reshape(G, -1, 64).max(-1).repeat(64, 1) / 127
                 assert (np.abs(k - want[t]) <= 0.52 * step + np.abs(want[t]) / 128).all()
                 codes, scales = quantised(before[t, 2 * H + G :].reshape(-1, D))
-                assert (v == codes * np.repeat(scales.astype(np.float64), 64, 1)).all()
+                exact = codes * np.repeat(scales.astype(np.float32), 64, 1)
+                assert (v == bf16_to_f32(bf16_bits(exact))).all()
                 continue
             POINTWISE_BF16.check(k, want[t], "k")
             assert (v == before[t, 2 * H + G :]).all()

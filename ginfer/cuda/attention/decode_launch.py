@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
     from ginfer.cuda.runtime.queue import Queue
 
-ON_WGMMA: tuple[str, ...] = ()
+ON_WGMMA = ("90a",)  # whatever the size of units, and pages in BF16
 WGMMA_TILES = 4
 SMALL = 1  # tiles of 16 rows of a unit, when there are few columns
 LARGE = {"90a": 3, "80": 2, "90": 2}  # where a block has more than 99 KiB
 STAGES = {  # planes in the ring by tiles, of BF16 and of codes, with bulk copies
-    "90a": {1: (6, 6), 3: (4, 5)},
+    "90a": {1: (0, 6), 3: (0, 5)},
     "120a": {1: (2, 0)},
 }
 
@@ -47,13 +47,11 @@ def decode_kernel(capability: str, tiles: int, packed: bool = False) -> Kernel:
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """Both sizes of units; results in the orders that the next linear reads."""
+    """Both sizes of units and kinds of pages; results in the orders that the next linear reads."""
     early = starts_early(capability)
     for packed in (False, True):
         for tiles in sorted({SMALL, large_tiles(capability, packed)}):
             yield decode_kernel(capability, tiles, packed)
-    if capability == "90a":
-        yield attention_decode_wgmma_kernel(early)
     yield attention_merge_kernel(0, early)
     yield attention_merge_kernel(1, early)
 
