@@ -94,7 +94,7 @@ COSTS = {
     LinearPrefillPlan(160, 2): (500, 500),
     LinearPrefillPlan(128, 3): (590, 590),
     LinearPrefillPlan(128, 1): (250, 250),
-    LinearPrefillPlan(64, 1, 2): (300, 235),
+    LinearPrefillPlan(64, 1, 2): (300, 255),
     LinearPrefillPlan(32, 1, 3): (390, 220),
 }
 OTHERS = (  # tried by the tuner only
