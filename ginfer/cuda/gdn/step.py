@@ -79,6 +79,7 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     (start, wait), store = follow_late(early), pair_store(fragments)
     held, parts = WIDTH * WIDTH // THREADS, 2 * WARPS * WIDTH
     per_warp, four, shorten = WIDTH // WARPS, 4 * WIDTH, WIDTH**-0.5
+    resident = 2 if early else 1  # on the sm_80 class two would spill
 
     @cuda.jit(device=True, inline="always")
     def load_unit(to, at, scale, lane):
@@ -140,7 +141,7 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
             place, width = uint32(column + uint32(2 * i)), columns[1]
             store(out, t, place, width, tiles[0], tiles[1], pack_bf16(low, high))
 
-    @cuda.jit(fastmath=True, launch_bounds=(THREADS, 2))
+    @cuda.jit(fastmath=True, launch_bounds=(THREADS, resident))
     def gdn_step(
         out,
         convolved,
