@@ -101,9 +101,15 @@ def quantised(x):
     return codes.reshape(x.shape).astype(np.int8), scales
 
 
+def quarter(bits):
+    """A quarter of BF16 values, exactly."""
+    return bf16_bits(bf16_to_f32(bits) / 4)
+
+
 def make_cache(seed, heads, columns, *, shared=0, packed=False):
     """columns: (tokens of the row with its last ones, how many of them are columns) per row; the
-    rows share their first `shared` pages. What no token has is NaN."""
+    rows share their first `shared` pages. What no token has is NaN. Values have deviation 1/4, so
+    that results stay below 1: the bound has no room for half a BF16 step of larger ones."""
     rng, (H, G) = np.random.default_rng(seed), heads
     P = max(div_ceil(tokens, TILE) for tokens, _ in columns)
     L, layer = 2, 1
@@ -118,6 +124,7 @@ def make_cache(seed, heads, columns, *, shared=0, packed=False):
     row = np.repeat(np.arange(len(columns)), [n for _, n in columns]).astype(np.int32)
     token = np.concatenate([np.arange(end - n, end) for end, n in columns]).astype(np.int32)
     qkgv, _ = normal(rng, len(row), 2 * (H + G) * D)
+    qkgv[:, -G * D :] = quarter(qkgv[:, -G * D :])
     cache = Cache(H, G, kv, scales, shape, layer, pages, row, token, qkgv)
     for b, (end, n) in enumerate(columns):
         for page in range(div_ceil(end - n, TILE)):
@@ -126,7 +133,8 @@ def make_cache(seed, heads, columns, *, shared=0, packed=False):
             count = min(TILE, end - n - page * TILE)
             for value in range(2):
                 for g in range(G):
-                    cache.put(pages[b, page], value, g, normal(rng, count, D)[0])
+                    bits, _ = normal(rng, count, D)
+                    cache.put(pages[b, page], value, g, quarter(bits) if value else bits)
     return cache
 
 

@@ -10,7 +10,9 @@ FIXED = {"ignore_eos": True, "sampling": {"temperature": 0.0, "logprobs": 0}}
 
 @pytest.fixture(scope="module")
 def engine():
-    with open_demo(kv_dtype="int8", max_context=1024, kv_capacity=1024, max_concurrency=1, park_mib=256) as engine:
+    with open_demo(
+        kv_dtype="int8", max_context=1024, kv_capacity=1024, max_concurrency=1, park_mib=256
+    ) as engine:
         yield engine
 
 
@@ -32,7 +34,9 @@ def test_hits_chunks_and_parked_pages_change_no_bit(engine):
     rng = np.random.default_rng(2)
     prompt = random_prompt(rng, 320)
     longer = ids_prompt([*prompt.token_ids, *rng.integers(0, 4096, 99)])
-    with open_demo(kv_dtype="int8", max_context=1024, prefill_chunk=128, prefix_reuse=False) as fresh:
+    with open_demo(
+        kv_dtype="int8", max_context=1024, prefill_chunk=128, prefix_reuse=False
+    ) as fresh:
         _, want = logprobs(fresh, longer, 12)
     logprobs(engine, prompt, 1)
     for other in range(8):  # so much that the prefix leaves the arena

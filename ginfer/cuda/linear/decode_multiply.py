@@ -246,19 +246,23 @@ def _advance(stages: int) -> Any:
     return advance
 
 
+LONG_ITEM = 128  # k tiles
+
+
 def stage_tiles(span: int, wgmma: int) -> Any:
     """Device function: k tiles of the next stage of an item, by how many are left and done. On mma
-    the first and the last stages are short: work begins early, and little is left behind the last
-    bytes."""
+    the first and the last stages of long items are short: work begins early, and little is left
+    behind the last bytes. In short items more stages cost more than that brings."""
     half, quarter = max(span // 2, 1), max(span // 4, 1)
 
     @cuda.jit(device=True, inline="always")
     def tapered(left, done):
         count = uint32(span)
-        if done < uint32(span) or left <= uint32(span):
-            count = uint32(half)
-        if done < uint32(half) or left <= uint32(half):
-            count = uint32(quarter)
+        if uint32(left + done) >= uint32(LONG_ITEM):
+            if done < uint32(span) or left <= uint32(span):
+                count = uint32(half)
+            if done < uint32(half) or left <= uint32(half):
+                count = uint32(quarter)
         return min(left, count)
 
     @cuda.jit(device=True, inline="always")
