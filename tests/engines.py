@@ -80,8 +80,9 @@ class Run:
             self._end.put(event)
 
     def wait(self, timeout_s: float = 60) -> Run:
-        """Wait for the end; raises the request's error."""
+        """Wait for the end, any number of times; raises the request's error."""
         end = self._end.get(timeout=timeout_s)
+        self._end.put(end)
         if isinstance(end, Failed):
             raise end.error
         return self

@@ -246,7 +246,7 @@ def _advance(stages: int) -> Any:
     return advance
 
 
-LONG_ITEM = 128  # k tiles
+LONG_ITEM = 88  # k tiles
 
 
 def stage_tiles(span: int, wgmma: int) -> Any:
