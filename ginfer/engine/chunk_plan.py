@@ -3,6 +3,7 @@
 A chunk is the largest legal piece of the first prompt; when that ends the prompt, the next prompts
 fill the columns that are left, in order. While rows decode, a chunk is cut so that its predicted
 time is at most the pause that decode may suffer. Where a prompt is cut changes none of its values.
+The loop does not use these plans yet: `engine.scheduler` gives it one piece of one prompt.
 """
 
 from __future__ import annotations
