@@ -7,9 +7,10 @@ slices of K, for RB blocks of 128 rows. Rows that do not fill the machine evenly
 come first: their exchange hides behind the whole rows that follow. A producer warp streams the
 weights of an item into a ring with bulk copies, before the wait for the previous kernel; another
 one streams the tokens after it (in one warp the wait would stop the weights too). Consumer warps
-own 16 M rows each; their products are in `decode_multiply`. A slice's sum starts at zero; the last
-block to arrive adds the slices in ascending order. Slices are a function of (N, K), see `k_slices`,
-and no plan changes an order: a column has the same bits at every width.
+own 16 M rows each; their products are in `decode_multiply` and, from 17 tokens on, in
+`decode_wide`. A slice's sum starts at zero; the last block to arrive adds the slices in ascending
+order. Slices are a function of (N, K), see `k_slices`, and no plan changes an order: a column has
+the same bits at every width.
 
 Tokens arrive in the order of `fragment_offset`; padding of K and of tokens is zero there.
 """
@@ -30,7 +31,7 @@ from ginfer.cuda.lib.ptx import (
     wait_for_previous_kernel,
 )
 from ginfer.cuda.lib.wgmma_scaled import declare_sums
-from ginfer.cuda.linear.decode_multiply import Ring, consume_by_mma, consume_by_wgmma, stage_tiles
+from ginfer.cuda.linear.decode_multiply import consume_by_mma
 from ginfer.cuda.linear.decode_results import (
     X_TILE,
     item_locator,
@@ -38,6 +39,8 @@ from ginfer.cuda.linear.decode_results import (
     room_nbytes,
     slice_exchange,
 )
+from ginfer.cuda.linear.decode_ring import Ring, stage_tiles
+from ginfer.cuda.linear.decode_wide import consume_by_wgmma
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 
