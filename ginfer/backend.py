@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from ginfer.batch import ForwardBatch, PendingSelection
+    from ginfer.batch import (
+        I32,
+        DraftBatch,
+        ForwardBatch,
+        PendingAcceptance,
+        PendingDrafts,
+        PendingSelection,
+    )
     from ginfer.formats import Layout, StorageFormat
 
 Hidden = Any
@@ -50,7 +57,8 @@ class MemoryPlan:
     units that leave the arena. num_slots: recurrent slots, two per lane where rounds run ahead.
     max_columns: largest T of a forward. max_pages_per_row: largest P. kv: what pages hold; where it
     is not BF16, the rows of a prefill batch have at most P + num_rows pages together.
-    max_recorded: largest T of a forward that records (speculation), 0 without.
+    max_recorded: largest T of a forward that records (speculation), 0 without; drafter rings of a
+    backend that has a drafter: one per lane, of `DrafterSpec.ring_tokens` tokens.
     """
 
     num_rows: int
@@ -69,8 +77,9 @@ class Room:
     """What a backend has for a memory plan, weights aside.
 
     nbytes: memory that plans may take. host_nbytes: host memory that parking may take. slot_nbytes:
-    one recurrent slot. slots_per_lane: two where rounds run ahead. plentiful: the memory is the
-    engine's own, so that automatic K/V takes all of it. cost: bytes of `nbytes` that a plan takes.
+    one recurrent slot, and the drafter ring that is saved with it: a snapshot. slots_per_lane: two
+    where rounds run ahead or speculate. plentiful: the memory is the engine's own, so that
+    automatic K/V takes all of it. cost: bytes of `nbytes` that a plan takes.
     """
 
     nbytes: int
@@ -81,16 +90,72 @@ class Room:
     cost: Callable[[MemoryPlan], int]
 
 
+class Speculation(Protocol):
+    """Drafts, their verification, and what a round leaves behind. Part of a backend: the same
+    thread calls it, methods return when the work is ordered.
+
+    A speculative round over B rows, n_b drafts each:
+        draft(...)                      of the rows whose drafts the drafter makes
+        hidden = forward(batch)         decode, record, n_b + 1 columns per row
+        accept(hidden, batch, limits)   in place of `select`
+        keep(batch)                     frontier, state and drafter context after what was accepted
+    No step needs values of another on the host. Where the host then takes fewer tokens than were
+    accepted (the request ends inside), `keep(batch, columns)` sets the row back before its state is
+    saved. Rounds without drafts are `select` and `keep(batch)`, prefill chunks `keep(batch)`.
+
+    A drafter's context lies in rings, one per lane, that belong to recurrent slots: slot s has ring
+    s % num_rows, so that both slots of a lane share one. Token p of a row lies at
+    p % `DrafterSpec.ring_tokens`; rows at and behind the frontier mean nothing. `save_state` and
+    `load_state` move a slot with its ring; `clear_slot` and `copy_slots` as well.
+
+    max_drafts: most drafts of `draft`, 0 without a drafter.
+    """
+
+    max_drafts: int
+
+    def draft(self, batch: DraftBatch) -> PendingDrafts:
+        """Order `num_drafts` drafts for each row, after the token that its lane drew last. They
+        stay with the lane, with what they were drawn from, until its next `draft`."""
+
+    def accept(self, hidden: Hidden, batch: ForwardBatch, limits: I32) -> PendingAcceptance:
+        """Final norm and head of all columns, then per row, from its first column on: choose the
+        column's token by `batch.selection` (R = T, columns 0 .. T - 1; `forced` and `mask` may
+        differ from those that `embed` saw), and go on while it equals the token of the next column,
+        the draft. Row b ends at column limits[b] - 1 at the latest (1 .. its columns); no draft
+        follows that one.
+
+        A column of purpose DECODE is coupled: it chooses as `select` does. One of purpose ACCEPT
+        follows the rejection rule: a draft is accepted when u q(draft) < p(draft), else the token
+        is drawn from max(p - q, 0) (p where that is nothing), and behind the last draft from p;
+        purposes are ACCEPT, CORRECTION, BONUS. It is coupled at temperature 0 and where a token is
+        forced. q of a draft of `draft` is what it was drawn from, of one that the host gave 1.
+
+        Penalties of a column see the counts of its lane and the row's tokens before it. Adds the
+        chosen tokens to the counts, keeps the last one as what the lane drew last, and remembers
+        how many columns each row used. A column that is not finite ends its row."""
+
+    def keep(self, batch: ForwardBatch, columns: I32 | None = None) -> None:
+        """Make columns of the last forward the past of their rows: row b its first columns[b], none
+        where that is 0, left as it is where that is -1; None: those that the last `accept` used
+        where the batch records, else all.
+
+        Where the batch records, slots `state_out`, which mean nothing until then, become the
+        state after those columns, bit for bit that of decoding just these one by one; `state_in`
+        stays. The target's streams behind the tapped layers become drafter context of those
+        columns. May be called again with other columns until the next forward."""
+
+
 class Backend(Protocol):
     """Block-level operations of one rank. Not thread-safe: one thread calls it. All methods return
     when the work is done or ordered; only what `select` returns gives values to the host.
 
     runs_ahead: work is ordered and done later, so that the next round is worth ordering before the
-    values of this one are known.
+    values of this one are known. speculation: None where rounds cannot speculate or shall not.
     """
 
     name: str
     runs_ahead: bool
+    speculation: Speculation | None
 
     def room(self, weights_nbytes: int, host_nbytes: int) -> Room:
         """What is there for a plan before `load` of so many bytes, on a host with `host_nbytes` of

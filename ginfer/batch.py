@@ -34,8 +34,8 @@ class Purpose:
     """Purpose numbers of the counter RNG (a part of every draw's key)."""
 
     PROMPT = 0  # the token after the prompt
-    DECODE = 1
-    ACCEPT = 2
+    DECODE = 1  # also of every column of a row that is verified with an explicit seed
+    ACCEPT = 2  # of the columns of a row that is verified without one
     CORRECTION = 3
     BONUS = 4
     DRAFT = 5
@@ -107,16 +107,19 @@ class WorkItems:
 class ForwardBatch:
     """One forward over B rows. Row b owns columns row_indptr[b] .. row_indptr[b + 1].
 
-    token_ids: [T] int32; ~l, a negative number, is the token that lane l drew last, which the
-    backend knows. positions: [3, T] int32, rotary positions of the axes T, H, W.
+    token_ids: [T] int32; ~n, a negative number, is a token that the backend knows: of lane
+    n % num_rows the one that it drew last (n // num_rows = 0) or draft 1, 2 .. of its last `draft`
+    (n // num_rows), num_rows being the lanes of the memory plan.
+    positions: [3, T] int32, rotary positions of the axes T, H, W.
     row_indptr: [B + 1] int32. starts: [B] int32, tokens of the row that are already in K/V and
     state; column i of row b is token number starts[b] + i. page_table: [B, P] int32, page ids;
     page j of a row holds its tokens 64 j .. 64 j + 63.
     state_in, state_out: [B] int32, recurrent slots read and written (may be equal).
     items: how decode attention shares reads between rows; None: every row reads its own.
     selection: None when no logits are wanted (a chunk that does not end its prompt).
-    record: a decode batch keeps its raw recurrent inputs, so that a fold can set slots state_out to
-    the state after fewer columns; state_in is then another slot and stays as it is.
+    record: a decode batch of at most `max_recorded` columns, 16 per row, keeps its raw recurrent
+    inputs, so that `Speculation.keep` can set slots state_out to the state after some of the
+    columns; state_in is then another slot and stays as it is.
     """
 
     phase: Phase
@@ -140,6 +143,30 @@ class ForwardBatch:
     def num_rows(self) -> int:
         """B."""
         return len(self.starts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftBatch:
+    """Rows whose drafts a drafter makes, all of them `num_drafts`, 1 .. `max_drafts`.
+
+    lanes: [B] int32; the anchor is the token that a lane drew last. slots: [B] int32, recurrent
+    slots of the rows: they say where the context lies. starts: [B] int32, tokens of context: the
+    index of the anchor, which is the position that the drafter turns it by. temperature: [B]
+    float32, 0 takes the best path. seeds: [B] uint64; draft j = 1, 2 .. is drawn with position
+    starts + j and purpose DRAFT.
+    """
+
+    lanes: I32
+    slots: I32
+    starts: I32
+    temperature: F32
+    seeds: NDArray[np.uint64]
+    num_drafts: int
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return len(self.lanes)
 
 
 class WorkUnits:
@@ -298,3 +325,34 @@ class PendingSelection(Protocol):
 
     def read(self) -> Selection:
         """Wait for the values. A backend keeps those of its last two selections."""
+
+
+class PendingDrafts(Protocol):
+    """Drafts that are ordered. Nobody needs to read them but for grammars."""
+
+    def read(self) -> I32:
+        """Wait for the token ids, [B, num_drafts] int32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acceptance:
+    """What became of the drafts of B rows, R columns in all.
+
+    accepted: [B] int32; row b was given the tokens of its first accepted[b] + 1 columns.
+    selection: of R columns; those behind a row's last token mean nothing. A row whose last column
+    is not finite has no token there.
+    """
+
+    accepted: I32
+    selection: Selection
+
+    def read(self) -> Acceptance:
+        """An acceptance that is complete is its own promise."""
+        return self
+
+
+class PendingAcceptance(Protocol):
+    """An acceptance that is ordered; its values may still be on their way."""
+
+    def read(self) -> Acceptance:
+        """Wait for the values. A backend keeps those of its last two acceptances."""

@@ -9,6 +9,7 @@ from enum import StrEnum
 PAGE_TOKENS = 64  # tokens of one K/V page; GDN chunks have the same length
 BLOCK_TOKENS = 256  # keys of one partial of decode attention; blocks lie at absolute positions
 KV_GROUP = 64  # dims of a head that share a scale
+RING_SLACK = 64  # tokens of a drafter ring beyond its window; two rounds append at most 32
 SPAN_BLOCKS = 4  # that are folded into one partial, left to right, before the spans are
 
 
@@ -98,7 +99,7 @@ class DrafterSpec:
     head_dim: int
     rope_theta: float
     norm_eps: float
-    window: int  # a query at p sees context keys at p - window + 1 and later; also the ring's rows
+    window: int  # a query at p sees context keys at p - window + 1 and later
     block_size: int  # the anchor and its masks
     mask_id: int
     tapped_layers: tuple[int, ...]  # target layers whose output stream is the context, ascending
@@ -110,6 +111,17 @@ class DrafterSpec:
     def max_drafts(self) -> int:
         """Most tokens that one block proposes."""
         return self.block_size - 1
+
+    @property
+    def ring_tokens(self) -> int:
+        """Tokens of context that a ring holds: the window, and what a round may have appended to it
+        before the host takes fewer tokens."""
+        return self.window + RING_SLACK
+
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of one ring, BF16: [layer][K, V][ring_tokens][kv_width]."""
+        return self.num_layers * 2 * self.ring_tokens * self.kv_width * 2
 
     @property
     def q_width(self) -> int:

@@ -61,6 +61,7 @@ class CpuBackend:
 
     name = "cpu"
     runs_ahead = False
+    speculation = None
 
     def __init__(self, spec: ModelSpec, *, threads: int | None = None) -> None:
         self._spec, self._threads = spec, thread_count(threads)

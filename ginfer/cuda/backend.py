@@ -70,6 +70,7 @@ class CudaBackend:
 
     name = "cuda"
     runs_ahead = True
+    speculation = None
 
     def __init__(self, spec: ModelSpec, *, graphs: bool = True) -> None:
         a, g = spec.attention, spec.gdn
