@@ -8,9 +8,9 @@
 
     scale_kernel(256, 2)                              # a Kernel: nothing is compiled yet
 
-A kernel compiles to a cubin on any machine. Its source digest covers its file and all files of the
-project that the file imports, builder arguments, signature, capability and our compile options; its
-key adds the compiler versions. An image is stale when a source digest differs; a build also renews
+A kernel compiles to a cubin on any machine. Its source digest covers the definitions of the project
+that its builder reaches, builder arguments, signature, capability and our compile options; its key
+adds the compiler versions. An image is stale when a source digest differs; a build also renews
 what other compilers have made.
 """
 
@@ -121,7 +121,7 @@ def _source(item: Kernel, capability: str) -> str:
     if capability not in CAPABILITIES:
         raise ConfigError(f"sm is {capability!r}; one of {', '.join(CAPABILITIES)}", param="sm")
     return _hash(
-        sources_digest(item.module),
+        sources_digest(item.module, item.builder_name),
         sources_digest("ginfer.cuda.runtime.compiler"),
         item.builder_name,
         repr(item.arguments),

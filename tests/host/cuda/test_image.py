@@ -132,7 +132,7 @@ def test_builds_at_the_same_time_keep_the_kernels_of_both(folder):
 
 
 def test_a_source_that_changes_during_the_build_is_named(folder, monkeypatch):
-    monkeypatch.setattr("ginfer.cuda.runtime.jit.sources_digest", lambda module: "older")
+    monkeypatch.setattr("ginfer.cuda.runtime.jit.sources_digest", lambda *_: "older")
     monkeypatch.setattr("ginfer.cuda.runtime.jit._source", _uncached_source())
     with pytest.raises(InternalError, match=r"the source of fault\(\) changed during the build"):
         rebuild((fault_kernel(),))
@@ -174,7 +174,7 @@ def test_loading_refuses_a_missing_kernel_with_the_build_to_run(folder):
 
 
 def test_loading_refuses_a_kernel_whose_source_has_changed(folder, monkeypatch):
-    monkeypatch.setattr("ginfer.cuda.runtime.jit.sources_digest", lambda module: "edited")
+    monkeypatch.setattr("ginfer.cuda.runtime.jit.sources_digest", lambda *_: "edited")
     monkeypatch.setattr("ginfer.cuda.runtime.jit._source", _uncached_source())
     with pytest.raises(ConfigError, match=r"no current cubin of scale\(256, 3\) and 1 more; run:"):
         Image.open("80", ITEMS, device_capability=(8, 0))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ginfer.cuda.runtime.jit import CAPABILITIES, Build, Kernel, kernel
-from ginfer.cuda.runtime.sources import source_files, sources_digest
+from ginfer.cuda.runtime.sources import reached, sources_digest
 from ginfer.errors import ConfigError
 from tests.cuda.kernels import add_kernel, scale_kernel, tile_kernel
 
@@ -76,21 +76,43 @@ def test_a_missing_compiler_is_named_with_the_remedy(monkeypatch):
         compilers.__wrapped__()
 
 
+MODULES = {
+    "__init__": "",
+    "kernel": """from typing import TYPE_CHECKING
+from sample_package import device, words
+from sample_package.words import scale as factor, unused
+from ginfer.sizes import MIB
+from ginfer.cuda.runtime.jit import Build
+if TYPE_CHECKING:
+    from sample_package.typing_only import T
+THREADS = 32
+def add_kernel(threads):
+    '''Words.'''
+    def add(x): return factor(x, THREADS)
+    return Build(add)
+def other_kernel(): return device.f(MIB)
+def add(): return launch(add_kernel)
+def launch(item): return item
+""",
+    "device": "def f():\n    from sample_package.constants import LIMIT\n    return LIMIT\n",
+    "constants": "LIMIT = 3\nOTHER = 4\n",
+    "words": """from sample_package.constants import OTHER
+TABLE = {1: OTHER}
+TABLE[2] = 5
+@print
+def scale(x, by): return TABLE[x]
+def unused(): return 7
+""",
+    "typing_only": "T = int\n",
+}
+
+
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package of three modules: kernel -> device -> constants, and one that only types see."""
+    """A package whose module `kernel` has two builders."""
     folder = tmp_path / "sample_package"
     folder.mkdir()
-    texts = {
-        "__init__": "",
-        "kernel": "from typing import TYPE_CHECKING\nfrom sample_package import device\n"
-        "from ginfer.sizes import MIB\nfrom ginfer.cuda.runtime.jit import Build\n"
-        "if TYPE_CHECKING:\n    from sample_package.typing_only import T\n",
-        "device": "def f():\n    from sample_package.constants import LIMIT\n    return LIMIT\n",
-        "constants": "LIMIT = 3\n",
-        "typing_only": "T = int\n",
-    }
-    for name, text in texts.items():
+    for name, text in MODULES.items():
         (folder / f"{name}.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield folder
@@ -98,31 +120,59 @@ def package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_sources_are_what_a_module_imports_of_the_project(package):
-    assert set(source_files("sample_package.kernel")) == {
-        "sample_package",
-        "sample_package.kernel",
-        "sample_package.device",
-        "sample_package.constants",
-        "ginfer.sizes",
+def test_a_builder_reaches_what_it_names_and_what_its_modules_do(package):
+    found = reached("sample_package.kernel", "add_kernel")
+    assert {f"{module}.{name}".removeprefix("sample_package.") for module, name in found} == {
+        "kernel.add_kernel",
+        "kernel.THREADS",
+        "words.scale",
+        "words.TABLE",
+        "words.",
+        "constants.OTHER",
     }
+    whole = reached("sample_package.kernel", "other_kernel")
+    assert {("sample_package.device", "f"), ("sample_package.constants", "LIMIT")} <= set(whole)
+    assert ("ginfer.sizes", "MIB") in whole
 
 
-def test_an_edit_anywhere_below_a_kernel_changes_its_digest_and_no_other(package):
+@pytest.mark.parametrize(
+    ("module", "old", "new", "stale"),
+    [
+        ("constants", "OTHER = 4", "OTHER = 5", "add_kernel"),
+        ("constants", "LIMIT = 3", "LIMIT = 5", "other_kernel"),
+        ("constants", "LIMIT = 3", "ANOTHER = 9\nLIMIT = 3", ""),
+        ("words", "@print", "@repr", "add_kernel"),
+        ("words", "TABLE[2] = 5", "TABLE[2] = 6", "add_kernel"),
+        ("words", "return 7", "return 8", ""),
+        ("words", "TABLE = {1: OTHER}", "TABLE = {1: unused}", "add_kernel"),
+        ("kernel", "THREADS = 32", "THREADS = 64", "add_kernel"),
+        ("kernel", "words import scale as", "words import unused as", "add_kernel"),
+        ("kernel", "device.f(MIB)", "device.g(MIB)", "other_kernel"),
+        ("kernel", "'''Words.'''", "'''Other words,\n    more of them.'''", ""),
+        ("kernel", "launch(add_kernel)", "launch(add_kernel())", ""),
+        ("typing_only", "int", "str", ""),
+        ("device", "return LIMIT", "return LIMIT + 1", "other_kernel"),
+    ],
+)
+def test_an_edit_makes_stale_what_reaches_it_and_nothing_else(package, module, old, new, stale):
     def digests():
-        names = ("kernel", "device", "constants", "typing_only")
-        return {n: sources_digest.__wrapped__(f"sample_package.{n}") for n in names}
+        names = ("add_kernel", "other_kernel")
+        return {n: sources_digest.__wrapped__("sample_package.kernel", n) for n in names}
 
     before = digests()
-    (package / "constants.py").write_text("LIMIT = 4\n")
+    path = package / f"{module}.py"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
     after = digests()
-    assert {n for n in before if before[n] != after[n]} == {"kernel", "device", "constants"}
+    assert {n for n in before if before[n] != after[n]} == ({stale} if stale else set())
 
 
 def test_kernels_of_the_library_depend_on_the_instructions_they_use():
-    files = source_files("tests.cuda.kernels")
-    assert "ginfer.cuda.lib.ptx" in files
-    assert not any(name.startswith("ginfer.cuda.runtime") for name in files)
+    found = reached("tests.cuda.kernels", "scale_kernel")
+    assert ("ginfer.cuda.lib.ptx", "ld_global_f32") in found
+    assert ("ginfer.cuda.lib.ptx", "ptx_op") in found
+    assert ("ginfer.cuda.lib.ptx", "mbarrier_wait") not in found
+    assert not any(module.startswith("ginfer.cuda.runtime") for module, _ in found)
 
 
 def test_importing_the_runtime_starts_no_driver_and_needs_no_gpu():
