@@ -15,6 +15,7 @@ from ginfer.cuda.attention.prefill_launch import columns_of_item
 from ginfer.cuda.gdn.chunk import Chunks
 from ginfer.cuda.gdn.conv import Rows
 from ginfer.cuda.gdn.prepare import CHUNK
+from ginfer.cuda.rotation import Rotations
 from ginfer.cuda.tables import Tables
 from ginfer.sizes import div_ceil
 from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS, SPAN_BLOCKS, KvCodec
@@ -31,17 +32,6 @@ if TYPE_CHECKING:
 MAX_DECODE_COLUMNS = 128
 LEAST_PARTIALS = 4096
 LEAST_QUERIES = 8  # columns of a work item of prefill attention
-
-
-def rope_frequencies(spec: ModelSpec) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Position axis and frequency of each pair of dims; frequencies are FP32 numbers."""
-    a = spec.attention
-    F = a.rotary_dim // 2
-    axes = np.zeros(F, np.int64)
-    for axis in (1, 2):
-        axes[axis : 3 * a.mrope_sections[axis] : 3] = axis
-    frequencies = (a.rope_theta ** (-np.arange(F) / F)).astype(np.float32)
-    return axes, frequencies.astype(np.float64)
 
 
 def most_blocks(plan: MemoryPlan) -> int:
@@ -69,12 +59,14 @@ def table_words(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[Phase,
 
     def of_columns(T: int) -> dict[str, int]:
         return {
-            **dict.fromkeys(("ids", "row", "token"), T),
-            "indptr": B + 1,
+            "token": T,  # what changes from round to round comes first
             "state_in": B,
             "state_out": B,
-            "columns": selected,
             "rope": T * spec.attention.rotary_dim,
+            "ids": T,
+            "row": T,
+            "indptr": B + 1,
+            "columns": selected,
             "pages": B * P,
         }
 
@@ -171,8 +163,13 @@ class Frame:
         a = spec.attention
         self._queries = columns_of_item(capability, a.num_q_heads // a.num_kv_heads)
         self.tables = {phase: Tables(sizes, memory, queue.stream) for phase, sizes in words.items()}
-        self._axes, self._frequencies = rope_frequencies(spec)
-        self._columns = np.arange(plan.num_rows, dtype=np.int32)
+        self._rotations = Rotations(spec, plan.max_pages_per_row * PAGE_TOKENS)
+        columns = np.arange(plan.num_rows, dtype=np.int32)
+        self._columns = [columns[:B] for B in range(plan.num_rows + 1)]
+        self._rounds = [
+            Staged(self.tables[Phase.DECODE], B, B, 1, tiles=self._decode_tiles(B))
+            for B in range(plan.num_rows + 1)
+        ]
         self._described: tuple[WorkItems, bytes] | None = None  # by the work units
 
     def columns(self, tables: Tables) -> Columns:
@@ -201,49 +198,60 @@ class Frame:
         return total
 
     def fill(self, batch: ForwardBatch) -> Staged:
-        """Send the tables of a batch, the columns whose logits it wants among them."""
+        """Send the tables of a batch, the columns whose logits it wants among them; of a decode
+        batch those that the arrays of the one before have not put there."""
         tables, T, B = self.tables[batch.phase], batch.num_columns, batch.num_rows
-        if T == B and batch.phase is Phase.DECODE:
-            row, token, longest = self._columns[:B], batch.starts, 1
-        else:
+        staged = self.decode_round(B)
+        row, token = self._columns[B], batch.starts
+        if T != B or batch.phase is Phase.PREFILL:
             lengths = np.diff(batch.row_indptr)
-            longest = int(lengths.max(initial=0))
-            row = np.repeat(self._columns[:B], lengths)
+            row = np.repeat(row, lengths)
             token = (np.arange(T) - batch.row_indptr[:-1][row] + batch.starts[row]).astype(np.int32)
+            longest = int(lengths.max(initial=0))
+            staged = Staged(tables, T, B, longest, tiles=self._decode_tiles(T))
         tables.begin()
-        for name, values in (
-            ("ids", batch.token_ids),
-            ("row", row),
-            ("token", token),
-            ("indptr", batch.row_indptr),
-            ("state_in", batch.state_in),
-            ("state_out", batch.state_out),
-        ):
-            tables.fill(name, values.astype(np.int32, copy=False))
-        self._fill_rope(tables, batch.positions)
-        P = self._plan.max_pages_per_row
-        pages = tables.words("pages", B * P).reshape(B, P)
-        pages[:, : batch.page_table.shape[1]] = batch.page_table
+        tables.fill("token", token)
+        tables.fill("state_in", batch.state_in)
+        tables.fill("state_out", batch.state_out)
+        width = self._spec.attention.rotary_dim
+        rope = tables.words("rope", T * width, np.float32).reshape(T, width)
+        self._rotations.fill(rope, batch.positions)
+        tables.keep("ids", batch.token_ids)
+        tables.keep("row", row)
+        tables.keep("indptr", batch.row_indptr)
         if batch.selection is not None:
-            tables.fill("columns", batch.selection.columns.astype(np.int32, copy=False))
-        tiles, num_queries, num_chunks, num_expanded = self._decode_tiles(T), 0, 0, 0
+            tables.keep("columns", batch.selection.columns)
+        if not tables.keeps("pages", batch.page_table):
+            P = self._plan.max_pages_per_row
+            pages = tables.words("pages", B * P).reshape(B, P)
+            pages[:, : batch.page_table.shape[1]] = batch.page_table
         if batch.phase is Phase.DECODE:
-            self._fill_units(batch)
-            tables.fill("units", self._units.storage[: self._units.used])
+            self._fill_units(tables, batch)
         else:
-            queries = _query_items(batch.row_indptr, token, self._queries)
-            num_queries = len(queries)
-            tables.fill("queries", queries)
-            if self._plan.kv is KvCodec.INT8:
-                num_expanded = self._fill_expanded(tables, batch)
-            chunks, chunk_indptr = chunks_of(batch.row_indptr, batch.starts)
-            num_chunks = len(chunks)
-            tables.fill("chunks", chunks)
-            tables.fill("chunk_indptr", chunk_indptr)
+            staged = self._fill_prefill(staged, batch, token)
         tables.send()
-        return Staged(tables, T, B, longest, num_queries, num_chunks, tiles, num_expanded)
+        return staged
 
-    def _fill_units(self, batch: ForwardBatch) -> None:
+    def _fill_prefill(
+        self, staged: Staged, batch: ForwardBatch, token: NDArray[np.int32]
+    ) -> Staged:
+        """The tables that only prefill has."""
+        tables, num_expanded = staged.tables, 0
+        queries = _query_items(batch.row_indptr, token, self._queries)
+        tables.fill("queries", queries)
+        if self._plan.kv is KvCodec.INT8:
+            num_expanded = self._fill_expanded(tables, batch)
+        chunks, chunk_indptr = chunks_of(batch.row_indptr, batch.starts)
+        tables.fill("chunks", chunks)
+        tables.fill("chunk_indptr", chunk_indptr)
+        return replace(
+            staged,
+            num_queries=len(queries),
+            num_chunks=len(chunks),
+            num_expanded=num_expanded,
+        )
+
+    def _fill_units(self, tables: Tables, batch: ForwardBatch) -> None:
         """Work units; those of a round over the same items and blocks as the one before stay."""
         key = None
         if batch.items is not None and batch.num_columns == batch.num_rows:
@@ -255,19 +263,11 @@ class Frame:
         self._described = key
         most = most_partials(self._plan)
         assert self._units.first[batch.num_columns] <= most, "more columns than expected"
-
-    def _fill_rope(self, tables: Tables, positions: NDArray[np.int32]) -> None:
-        """Cosines, then sines, of each column; the angles in float64."""
-        T, F = positions.shape[1], len(self._axes)
-        angles = positions.T[:, self._axes] * self._frequencies
-        rope = tables.words("rope", T * 2 * F, np.float32).reshape(T, 2 * F)
-        np.cos(angles, out=rope[:, :F], casting="same_kind")
-        np.sin(angles, out=rope[:, F:], casting="same_kind")
+        tables.fill("units", self._units.storage[: self._units.used])
 
     def decode_round(self, B: int) -> Staged:
         """What `fill` returns for a decode batch of B rows of one column."""
-        tables = self.tables[Phase.DECODE]
-        return Staged(tables, B, B, 1, tiles=self._decode_tiles(B))
+        return self._rounds[B]
 
     def _decode_tiles(self, T: int) -> int:
         """The least size of units that holds T columns, or the largest."""

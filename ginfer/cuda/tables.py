@@ -1,4 +1,4 @@
-"""Tables at fixed device addresses, filled on the host and sent in one copy.
+"""Tables at fixed device addresses, filled on the host and sent in one copy, or few.
 
 Kernels and captured graphs keep the addresses; a turn only changes what lies there. Two pinned
 copies take turns: while the device reads one, the host fills the other.
@@ -39,6 +39,7 @@ class Tables:
         self._device, self._stream = memory.take(nbytes, "tables"), stream
         self._turns = [(PinnedBuffer(nbytes), Event()) for _ in range(2)]
         self._places: dict[str, int] = {}
+        self._indices = {name: i for i, name in enumerate(sizes)}
         at = 0
         for name, words in sizes.items():
             self._places[name] = at
@@ -50,7 +51,9 @@ class Tables:
             }
             for buffer, _ in self._turns
         ]
-        self._turn = self._first = self._end = 0
+        self._turn = 0
+        self._filled: dict[str, int] = {}  # words of the tables of this turn
+        self._kept: dict[str, NDArray[Any]] = {}  # what lies in tables that `keeps` was asked for
 
     def __getitem__(self, name: str) -> int:
         """Device address of a table."""
@@ -60,29 +63,53 @@ class Tables:
         """Start a turn, once the device has read what the turn before the last one sent."""
         self._turn = 1 - self._turn
         self._turns[self._turn][1].synchronize()
-        self._first, self._end = self._device.nbytes, 0
+        self._filled.clear()
 
     def words(self, name: str, count: int, dtype: Any = np.int32) -> NDArray[Any]:
         """The first `count` words of a table, to be filled before `send`."""
-        view, at = self._views[self._turn][name], self._places[name]
+        view = self._views[self._turn][name]
         assert count <= len(view), name
         if count:
-            self._first = min(self._first, at)
-            self._end = max(self._end, at + count * 4)
-        return view[:count].view(dtype)
+            self._filled[name] = max(count, self._filled.get(name, 0))
+        return view[:count] if dtype is np.int32 else view[:count].view(dtype)
 
     def fill(self, name: str, values: NDArray[Any]) -> None:
         """Fill a table from its start with integers or floats of 32 bits."""
-        self.words(name, values.size, values.dtype)[:] = values.reshape(-1)
+        self.words(name, values.size, values.dtype.type)[:] = values.reshape(-1)
+
+    def keeps(self, name: str, values: NDArray[Any]) -> bool:
+        """Whether a table holds what this very array, which nobody changes, put there last; if not,
+        it is to be filled from it now. Others never fill that table."""
+        if self._kept.get(name) is values:
+            return True
+        self._kept[name] = values
+        return False
+
+    def keep(self, name: str, values: NDArray[Any]) -> None:
+        """As `fill`, once per array."""
+        if not self.keeps(name, values):
+            self.fill(name, values)
 
     def send(self) -> None:
-        """Copy what this turn has filled to the device, in the order of the stream; what lies
-        between is lost."""
+        """Copy what this turn has filled to the device, in the order of the stream: neighbours
+        together, and what lies between them is lost."""
         buffer, event = self._turns[self._turn]
-        if self._end:
-            to, nbytes = self._device.address + self._first, self._end - self._first
-            copy_to_device(to, buffer.host + self._first, nbytes, stream=self._stream)
+        for first, end in self._runs():
+            to = self._device.address + first
+            copy_to_device(to, buffer.host + first, end - first, stream=self._stream)
         event.record(self._stream)
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """(first byte, last + 1) of the runs of filled tables."""
+        runs: list[tuple[int, int]] = []
+        places, indices, before = self._places, self._indices, -2
+        for name in sorted(self._filled, key=indices.__getitem__):
+            at = first = places[name]
+            if indices[name] == before + 1:
+                first, _ = runs.pop()
+            runs.append((first, at + self._filled[name] * 4))
+            before = indices[name]
+        return runs
 
     def close(self) -> None:
         """Free the pinned memory once the device has read it."""

@@ -41,7 +41,7 @@ def test_addresses_are_aligned_and_apart(tables):
     assert places[-1] + 4 * SIZES["units"] - places[0] <= tables_nbytes(SIZES) == 4 * 256 + 512
 
 
-def test_a_turn_is_one_copy_from_the_first_to_the_last_word(tables):
+def test_neighbours_are_one_copy_from_the_first_to_the_last_word(tables):
     for turn in range(5):
         tables.begin()
         tables.fill("rope", np.arange(turn + 3, dtype=np.float32) / 8)
@@ -51,8 +51,21 @@ def test_a_turn_is_one_copy_from_the_first_to_the_last_word(tables):
         assert on_device(tables, "ids", 2).tolist() == [turn, ~turn]
         assert on_device(tables, "rope", turn + 3, np.float32)[-1] == (turn + 2) / 8
         assert on_device(tables, "units", turn + 1).tolist() == [turn] * (turn + 1)
-        assert tables.copies.pop() == 3 * 256 + 256 + 4 * (turn + 1)
-        assert not tables.copies
+        assert tables.copies == [256 + 4 * (turn + 3), 4 * (turn + 1)]
+        tables.copies.clear()
+
+
+def test_what_an_array_has_put_there_is_kept_until_another_comes(tables):
+    one, other = np.arange(3, dtype=np.int32), np.arange(4, 7, dtype=np.int32)
+    for values, copies in ((one, 2), (one, 1), (other, 2), (other, 1), (one, 2)):
+        tables.begin()
+        tables.keep("rope", values)
+        tables.fill("units", np.full(2, copies, np.int32))
+        tables.send()
+        assert on_device(tables, "rope", 3).tolist() == values.tolist()
+        assert on_device(tables, "units", 2).tolist() == [copies] * 2
+        assert len(tables.copies) == copies
+        tables.copies.clear()
 
 
 def test_the_turn_before_is_not_written_while_the_device_reads_it(tables):
