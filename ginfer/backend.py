@@ -105,8 +105,8 @@ class Speculation(Protocol):
 
     A drafter's context lies in rings, one per lane, that belong to recurrent slots: slot s has ring
     s % num_rows, so that both slots of a lane share one. Token p of a row lies at
-    p % `DrafterSpec.ring_tokens`; rows at and behind the frontier mean nothing. `save_state` and
-    `load_state` move a slot with its ring; `clear_slot` and `copy_slots` as well.
+    p % `DrafterSpec.ring_tokens`; rows at and behind the frontier mean nothing. `save_state`,
+    `load_state`, `load_parked_state` and `copy_slots` move a slot with its ring.
 
     max_drafts: most drafts of `draft`, 0 without a drafter.
     """

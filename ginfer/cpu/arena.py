@@ -2,7 +2,8 @@
 
 K/V pages and snapshots are views of the arena: page p begins at byte p * page size, unit u at
 u * unit size; sizes divide one another. A snapshot is the state of all layers, then their
-convolution history, over its units in the order given. The parking space looks the same.
+convolution history, then the drafter's ring, over its units in the order given. The parking space
+looks the same.
 """
 
 from __future__ import annotations
@@ -71,16 +72,18 @@ def slot_nbytes(spec: ModelSpec) -> int:
 
 class Arena:
     """state: [GDN layers, slots, heads, K V] float32. history: [GDN layers, slots, taps - 1,
-    channels] float32."""
+    channels] float32. rings: [layers, lanes, ...] uint16, of a drafter; slot s goes with the ring
+    of lane s % lanes."""
 
-    def __init__(self, spec: ModelSpec, plan: MemoryPlan) -> None:
+    def __init__(self, spec: ModelSpec, plan: MemoryPlan, rings: NDArray[np.uint16]) -> None:
         g = spec.gdn
         self._here = _make_space(spec, plan, plan.num_units)
         self._host = _make_space(spec, plan, plan.num_park_units)
         layers = (len(spec.layers_of(LayerKind.GATED_DELTANET)), plan.num_slots)
         self.state = np.zeros((*layers, g.num_v_heads, g.k_head_dim * g.v_head_dim), np.float32)
         self.history = np.zeros((*layers, g.conv_taps - 1, g.conv_channels), np.float32)
-        slot_nbytes = self.slots_nbytes // plan.num_slots
+        self.rings = rings
+        slot_nbytes = self.slots_nbytes // plan.num_slots + rings.nbytes // plan.num_rows
         self._image = np.zeros(align_up(slot_nbytes, plan.unit_nbytes), np.uint8)
         self._given_back: set[int] = set()
 
@@ -106,12 +109,22 @@ class Arena:
         """Bytes of the parking space."""
         return self._host.units.nbytes + self._host.kv.scales.nbytes
 
+    def _parts(self, slot: int) -> tuple[np.ndarray, ...]:
+        """What a slot consists of."""
+        ring = slot % self.rings.shape[1]
+        return self.state[:, slot], self.history[:, slot], self.rings[:, ring]
+
+    def copy_slot(self, target: int, source: int) -> None:
+        """Copy a recurrent slot."""
+        for to, part in zip(self._parts(target), self._parts(source)):
+            to[...] = part
+
     def save_state(self, slot: int, units: Ids) -> None:
         """Copy a recurrent slot to units."""
         start = 0
-        for array in (self.state, self.history):
-            part = array[:, slot]
-            self._image[start : start + part.nbytes].view(np.float32)[:] = part.reshape(-1)
+        for part in self._parts(slot):
+            image = self._image[start : start + part.nbytes].view(part.dtype)
+            image.reshape(part.shape)[...] = part
             start += part.nbytes
         size = self._here.units.shape[1]
         for i, unit in enumerate(units):
@@ -129,9 +142,8 @@ class Arena:
         size, start = space.units.shape[1], 0
         for i, unit in enumerate(units):
             self._image[i * size : (i + 1) * size] = space.units[unit]
-        for array in (self.state, self.history):
-            part = array[:, slot]
-            image = self._image[start : start + part.nbytes].view(np.float32)
+        for part in self._parts(slot):
+            image = self._image[start : start + part.nbytes].view(part.dtype)
             part[...] = image.reshape(part.shape)
             start += part.nbytes
 

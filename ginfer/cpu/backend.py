@@ -6,6 +6,7 @@ the linear operators, whose order does not depend on the number of columns.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,25 +14,36 @@ from numba import set_num_threads
 from numba.np.ufunc.parallel import get_thread_count
 
 from ginfer.backend import Room
-from ginfer.batch import ForwardBatch, Phase, Selection, SelectionBatch, WorkUnits
-from ginfer.cpu import attention, gdn, sampling
+from ginfer.batch import (
+    DraftBatch,
+    ForwardBatch,
+    Phase,
+    Purpose,
+    Selection,
+    SelectionBatch,
+    WorkUnits,
+)
+from ginfer.cpu import attention, gdn
 from ginfer.cpu.arena import Arena, slot_nbytes
+from ginfer.cpu.head import Head
 from ginfer.cpu.linear import embedding_rows, linear, linear_add, linear_silu_up
 from ginfer.cpu.norm import rms_norm
 from ginfer.cpu.rope import frequency_axes, inverse_frequencies, rope_table
-from ginfer.cpu.stage import Staged, slice_draws, stage, stage_draws
+from ginfer.cpu.speculation import CpuSpeculation
+from ginfer.cpu.stage import Staged, stage
 from ginfer.cpu.weights import Model, bind
-from ginfer.env import THREADS, requested_fault
-from ginfer.errors import ConfigError, DeviceError
+from ginfer.env import THREADS
+from ginfer.errors import ConfigError
 from ginfer.sizes import div_ceil
 from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS, LayerKind, ModelSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
     from ginfer.backend import MemoryPlan, PackedTensor
+    from ginfer.spec import DrafterSpec
 
     F32 = NDArray[np.float32]
 
@@ -47,13 +59,39 @@ def thread_count(wanted: int | None) -> int:
     return int(text)
 
 
-def _fail_if_asked(logits: F32) -> None:
-    """Test hook: make a row of logits NaN, or end the engine, as a file says."""
-    kind, row = requested_fault()
-    if kind == "nan":
-        logits[row] = np.nan
-    elif kind == "trap":
-        raise DeviceError("a fault that was asked for", context_lost=True)
+def _dummy_batch(phase: Phase, T: int) -> ForwardBatch:
+    """One row of T columns on slot 0 and page 0."""
+    zero, R = np.zeros(1, np.int32), T if phase is Phase.DECODE else 1
+    ints, floats = np.zeros(R, np.int32), np.zeros(R, np.float32)
+    selection = SelectionBatch(
+        columns=np.arange(R, dtype=np.int32),
+        rows=ints,
+        temperature=floats + 1,
+        top_k=ints,
+        top_p=floats + 1,
+        min_p=floats,
+        presence=floats,
+        frequency=floats,
+        seeds=np.zeros(R, np.uint64),
+        positions=ints,
+        purposes=ints + Purpose.ACCEPT,
+        forced=ints - 1,
+        bias_indptr=np.zeros(R + 1, np.int32),
+        bias_ids=np.zeros(0, np.int32),
+        bias_values=np.zeros(0, np.float32),
+        num_top=1,
+    )
+    return ForwardBatch(
+        phase=phase,
+        token_ids=np.zeros(T, np.int32),
+        positions=np.zeros((3, T), np.int32),
+        row_indptr=np.array([0, T], np.int32),
+        starts=zero,
+        page_table=np.zeros((1, 1), np.int32),
+        state_in=zero,
+        state_out=zero,
+        selection=selection,
+    )
 
 
 class CpuBackend:
@@ -61,9 +99,16 @@ class CpuBackend:
 
     name = "cpu"
     runs_ahead = False
-    speculation = None
 
-    def __init__(self, spec: ModelSpec, *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        threads: int | None = None,
+        speculates: bool = False,
+        drafter: DrafterSpec | None = None,
+    ) -> None:
+        """speculates: rounds may verify drafts, those of `drafter` where there is one."""
         self._spec, self._threads = spec, thread_count(threads)
         a, g = spec.attention, spec.gdn
         self._heads = attention.Heads(
@@ -80,22 +125,25 @@ class CpuBackend:
         self._arena: Arena | None = None
         self._weight_nbytes = 0
         self._staged: Staged | None = None
+        self._drafter_spec = drafter if speculates else None
+        self.speculation = CpuSpeculation(spec, self._drafter_spec) if speculates else None
 
     def room(self, weights_nbytes: int, host_nbytes: int) -> Room:
         """Host memory; weights are mapped from their file."""
         slot = slot_nbytes(self._spec)
+        ring = self._drafter_spec.ring_nbytes if self._drafter_spec else 0
 
         def cost(plan: MemoryPlan) -> int:
             nbytes = (plan.num_units + plan.num_park_units) * plan.unit_nbytes
             num_pages = nbytes // self._spec.page_nbytes(plan.kv)
             nbytes += num_pages * self._spec.scales_nbytes(plan.kv)
-            return nbytes + plan.num_slots * slot
+            return nbytes + plan.num_slots * slot + plan.num_rows * ring
 
         return Room(
             nbytes=host_nbytes,
             host_nbytes=host_nbytes,
-            slot_nbytes=slot,
-            slots_per_lane=2 if self.runs_ahead else 1,
+            slot_nbytes=slot + ring,
+            slots_per_lane=2 if self.runs_ahead or self.speculation else 1,
             plentiful=False,
             cost=cost,
         )
@@ -107,13 +155,23 @@ class CpuBackend:
             self._weight_nbytes = nbytes
             progress(nbytes)
 
-        self._model = bind(self._spec, tensors, taken)
+        drafter: list[PackedTensor] = []
+
+        def of_target() -> Iterator[PackedTensor]:
+            for tensor in tensors:
+                if tensor.name.startswith("dflash2/"):
+                    drafter.append(tensor)
+                yield tensor
+
+        self._model = bind(self._spec, of_target(), taken)
+        if self.speculation is not None:
+            self.speculation.load(self._model, drafter)
 
     def allocate(self, plan: MemoryPlan) -> None:
         """Allocate and zero all memory, then compile every kernel by small forwards on slot 0."""
+        assert self._model is not None
         s, a, g = self._spec, self._spec.attention, self._spec.gdn
         T, F = plan.max_columns, a.rotary_dim // 2
-        self._logit_rows = min(T, max(plan.num_rows, 8))
         blocks = div_ceil(plan.max_pages_per_row * PAGE_TOKENS, BLOCK_TOKENS)
         self._partials = blocks * min(plan.num_rows, 8)
         self._units = WorkUnits(
@@ -135,78 +193,68 @@ class CpuBackend:
             "mlp": (T * s.mlp_width,),
             "cos": (T * F,),
             "sin": (T * F,),
-            "logits": (self._logit_rows * s.vocab_size,),
             "partials": (self._partials * a.q_width,),
             "stats": (2, self._partials * a.num_q_heads),
             "scratch": (self._threads, scratch),
         }
         self._buffers = {name: np.zeros(shape, np.float32) for name, shape in floats.items()}
-        self._arena = arena = Arena(s, plan)
+        num_drafts = self.speculation.max_drafts if self.speculation else 0
+        self._head = Head(
+            s, self._model, num_lanes=plan.num_rows, num_drafts=num_drafts, threads=self._threads
+        )
+        rings = np.zeros((0, plan.num_rows, 2, 0, 0), np.uint16)
+        if self.speculation is not None:
+            rings = self.speculation.allocate(plan, self._head, self._threads)
+        self._arena = arena = Arena(s, plan, rings)
         self._kv = arena.kv
         rooms = (self._threads, attention.room_elements(self._heads, arena.kv))
         self._rooms = np.zeros(rooms, np.uint16)
         self._buffers |= {"state": arena.state, "history": arena.history}
-        layers, R = len(s.layers_of(LayerKind.GATED_DELTANET)), plan.max_recorded
-        self._buffers["mixes"] = np.zeros((layers, R, g.conv_channels), np.float32)
-        self._buffers["gatings"] = np.zeros((layers, R, 2 * g.num_v_heads), np.float32)
-        self._buffers["counts"] = np.zeros((plan.num_rows, s.num_token_ids), np.int32)
-        self._buffers["tokens"] = np.zeros(plan.num_rows, np.int32)
-        self._sampling = sampling.make_scratch(self._threads, s.num_token_ids)
+        if self.speculation is not None:
+            self.speculation.share(arena.state, arena.history, self._buffers["scratch"])
         self._compile(plan)
 
     def _compile(self, plan: MemoryPlan) -> None:
         """Run each kernel once with the array types of serving; leave no trace."""
         for phase, T in ((Phase.PREFILL, 64), (Phase.PREFILL, 1), (Phase.DECODE, 1)):
-            self._dummy_forward(phase, min(T, plan.max_columns))
-        if plan.max_recorded:
-            self._fold(np.ones(1, np.int32))
+            batch = _dummy_batch(phase, min(T, plan.max_columns))
+            self.select(self._dummy_forward(batch), batch)
+        if self.speculation is not None:
+            self._compile_speculation(self.speculation)
         for name, buffer in self._buffers.items():
             if name in ("state", "history"):
                 buffer[:, 0] = 0
-            elif name == "counts":
-                buffer[0] = 0
             else:
                 buffer.fill(0)
         for part in self._kv:
             part[:1] = 0
+        self._head.clear()
 
-    def _dummy_forward(self, phase: Phase, T: int) -> None:
+    def _compile_speculation(self, speculation: CpuSpeculation) -> None:
         zero = np.zeros(1, np.int32)
-        selection = SelectionBatch(
-            columns=zero,
-            rows=zero,
-            temperature=np.ones(1, np.float32),
-            top_k=zero,
-            top_p=np.ones(1, np.float32),
-            min_p=np.zeros(1, np.float32),
-            presence=np.zeros(1, np.float32),
-            frequency=np.zeros(1, np.float32),
-            seeds=np.zeros(1, np.uint64),
-            positions=zero,
-            purposes=zero,
-            forced=zero - 1,
-            bias_indptr=np.zeros(2, np.int32),
-            bias_ids=np.zeros(0, np.int32),
-            bias_values=np.zeros(0, np.float32),
-            num_top=1,
-        )
-        batch = ForwardBatch(
-            phase=phase,
-            token_ids=np.zeros(T, np.int32),
-            positions=np.zeros((3, T), np.int32),
-            row_indptr=np.array([0, T], np.int32),
-            starts=zero,
-            page_table=np.zeros((1, 1), np.int32),
-            state_in=zero,
-            state_out=zero,
-            selection=selection,
-        )
+        batch = replace(_dummy_batch(Phase.DECODE, 2), record=True)
+        speculation.accept(self._dummy_forward(batch), batch, zero + 2)
+        speculation.keep(batch, zero + 1)
+        if speculation.max_drafts:
+            greedy, seeds = np.zeros(1, np.float32), np.zeros(1, np.uint64)
+            speculation.draft(
+                DraftBatch(
+                    lanes=zero,
+                    slots=zero,
+                    starts=zero + 1,
+                    temperature=greedy,
+                    seeds=seeds,
+                    num_drafts=speculation.max_drafts,
+                )
+            )
+
+    def _dummy_forward(self, batch: ForwardBatch) -> F32:
         hidden = self.embed(batch)
         for i, kind in enumerate(self._spec.layers):
             gated = kind is LayerKind.GATED_DELTANET
             (self.gdn_block if gated else self.attention_block)(hidden, i, batch)
             self.mlp_block(hidden, i, batch)
-        self.select(hidden, batch)
+        return hidden
 
     def _view(self, name: str, T: int, N: int) -> F32:
         """The first T rows of N columns of a buffer."""
@@ -226,10 +274,9 @@ class CpuBackend:
         cos, sin = self._view("cos", T, F), self._view("sin", T, F)
         self._staged = stage(batch, cos, sin, self._units)
         ids = self._staged.token_ids
-        drawn, tokens = ids < 0, self._buffers["tokens"]
-        assert ids.min(initial=0) >= -len(tokens)
-        ids[drawn] = tokens[~ids[drawn]]
-        assert ids.max(initial=0) < self._spec.vocab_size  # kernels do not check
+        self._head.resolve(ids)
+        if self.speculation is not None:
+            self.speculation.begin(batch, self._staged.rows)
         rope_table(cos, sin, self._staged.positions, self._axes, self._inv_freq)
         hidden = self._view("hidden", T, self._spec.hidden_size)
         embedding_rows(hidden, ids, self._model.embedding)
@@ -281,7 +328,8 @@ class CpuBackend:
         linear(mix, x, w.inner)
         linear(gates, x, w.a_b)
         if batch.record:
-            b["mixes"][index, :T], b["gatings"][index, :T] = mix[:, : g.conv_channels], gates
+            assert self.speculation is not None
+            self.speculation.record(index, mix, gates)
         out = self._view("mixed", T, g.value_width)
         state, history = b["state"][index], b["history"][index]
         tail = (mix, gates, state, history, rows, w.gdn, self._shape, self._eps, b["scratch"])
@@ -291,20 +339,6 @@ class CpuBackend:
             gdn.gdn_decode(out, *tail)
         linear_add(hidden, out, w.output)
 
-    def _fold(self, columns: NDArray[np.int32]) -> None:
-        """Set the slots state_out of the last forward, which recorded, to the state after the first
-        columns[b] columns of row b, [B]: bit for bit that of decoding just these."""
-        assert self._model is not None
-        assert self._staged is not None
-        rows, b = self._staged.rows, self._buffers
-        T = int(rows.indptr[-1])
-        counts = np.array(columns, np.int32)
-        for i in self._spec.layers_of(LayerKind.GATED_DELTANET):
-            index, w = self._index[i], self._model.layers[i].gdn
-            inputs = (b["mixes"][index, :T], b["gatings"][index, :T])
-            memory = (b["state"][index], b["history"][index])
-            gdn.gdn_fold(*inputs, *memory, rows, counts, w, self._shape, b["scratch"])
-
     def mlp_block(self, hidden: F32, layer_idx: int, batch: ForwardBatch) -> None:
         """hidden += down(silu(gate(x)) * up(x)), x = norm(hidden)."""
         assert self._model is not None
@@ -312,41 +346,17 @@ class CpuBackend:
         inner = self._view("mlp", len(hidden), self._spec.mlp_width)
         linear_silu_up(inner, self._normed(hidden, w.post_norm), w.gate_up)
         linear_add(hidden, inner, w.down)
+        if self.speculation is not None:
+            self.speculation.tap(hidden, layer_idx)
 
     def select(self, hidden: F32, batch: ForwardBatch) -> Selection:
         """Final norm, head and selection of the wanted columns; counts the chosen tokens."""
-        assert self._model is not None
         assert batch.selection is not None
-        wanted, V = batch.selection, self._spec.vocab_size
-        draws, R = stage_draws(wanted), len(wanted.columns)
-        assert draws.forced.max(initial=-1) < self._spec.num_token_ids
-        num_top = max(wanted.num_top, 0)
-        chosen = sampling.Chosen(
-            np.zeros(R, np.int32),
-            np.zeros(R, np.float32),
-            np.zeros((R, num_top), np.int32),
-            np.zeros((R, num_top), np.float32),
-            np.zeros(R, np.bool_),
-        )
-        for r0 in range(0, R, self._logit_rows):
-            r1 = min(R, r0 + self._logit_rows)
-            x = self._view("normed", r1 - r0, self._spec.hidden_size)
-            rms_norm(x, hidden[wanted.columns[r0:r1]], self._model.final_norm, self._eps)
-            logits = self._view("logits", r1 - r0, V)
-            linear(logits, x, self._model.head)
-            _fail_if_asked(logits)
-            part = sampling.Chosen(*(array[r0:r1] for array in chosen))
-            counts = self._buffers["counts"]
-            sampling.select_rows(part, logits, slice_draws(draws, r0, r1), counts, self._sampling)
-        sound = chosen.finite
-        lanes, ids = draws.rows[sound], chosen.token_ids[sound]
-        np.add.at(self._buffers["counts"], (lanes, ids), 1)
-        self._buffers["tokens"][lanes] = ids
-        return Selection(**chosen._asdict())
+        return self._head.select(hidden, batch.selection)
 
     def reset_rows(self, rows: Sequence[int]) -> None:
         """Zero the token counts of lanes."""
-        self._buffers["counts"][list(rows)] = 0
+        self._head.counts[list(rows)] = 0
 
     def clear_slot(self, slot: int) -> None:
         """Zero a recurrent slot."""
@@ -356,8 +366,7 @@ class CpuBackend:
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent slots, (destination, source) each, one after the other."""
         for target, source in pairs:
-            for name in ("state", "history"):
-                self._buffers[name][:, target] = self._buffers[name][:, source]
+            self._memory.copy_slot(target, source)
 
     @property
     def _memory(self) -> Arena:
@@ -413,9 +422,13 @@ class CpuBackend:
             "weights": self._weight_nbytes,
             "arena": self._memory.nbytes,
             "slots": self._memory.slots_nbytes,
+            "drafter": self._memory.rings.nbytes,
             "parking": self._memory.parking_nbytes,
-            "counts": sizes.pop("counts", 0),
-            "workspace": sum(sizes.values()) + self._rooms.nbytes,
+            "counts": self._head.counts.nbytes,
+            "workspace": sum(sizes.values())
+            + self._rooms.nbytes
+            + self._head.nbytes
+            + (self.speculation.nbytes if self.speculation else 0),
         }
 
     def close(self) -> None:

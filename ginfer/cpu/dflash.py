@@ -2,11 +2,11 @@
 
 conv(u)[t, c] = sum over taps 0, 1 of (base[side, tap, c] + coef[t, side, tap, c / group]) times
 u[t - tap, c]; nothing precedes a block. Every query of a block sees all of its block, and the
-context keys less than `window` before it. A ring holds the last `window` positions of a row: token
-p lies at p % window, BF16.
+context keys less than `window` before it. A ring holds the last positions of a row, at least
+`window` of them: token p lies at p % its length, BF16.
 
 Legend: T columns, B rows, S columns of a block, C hidden, H query heads, G K/V heads, D head width,
-W window. Oracle: tests.oracles.drafter.
+W window, L tokens of a ring. Oracle: tests.oracles.drafter.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def prepare_heads(x, w, cos, sin, D, eps):
 
 @njit(cache=True, nogil=True)
 def append_context(ring, k, v, lanes, tokens):
-    """Keys and values of context columns to the rings. ring: [lanes, 2, W, G * D] uint16; k, v:
+    """Keys and values of context columns to the rings. ring: [lanes, 2, L, G * D] uint16; k, v:
     [T, G * D] float32; of a row in ascending order of tokens."""
-    W = ring.shape[2]
+    L = ring.shape[2]
     for t in range(tokens.size):
-        slot = ring[lanes[t], :, tokens[t] % W]
+        slot = ring[lanes[t], :, tokens[t] % L]
         for i in range(k.shape[1]):
             slot[0, i], slot[1, i] = float_bf16(k[t, i]), float_bf16(v[t, i])
 
@@ -84,9 +84,9 @@ def append_context(ring, k, v, lanes, tokens):
 def _load_context(keys, values, ring, lane, g, first, length):
     """Context tokens first .. length - 1 of K/V head g as float32, to rows 0 .. of keys, values."""
     keep_apart()
-    W, D = ring.shape[2], keys.shape[1]
+    L, D = ring.shape[2], keys.shape[1]
     for token in range(first, length):
-        slot = ring[lane, :, token % W]
+        slot = ring[lane, :, token % L]
         for d in range(D):
             keys[token - first, d] = bf16_float(slot[0, g * D + d])
             values[token - first, d] = bf16_float(slot[1, g * D + d])
@@ -114,15 +114,15 @@ def _attend(out, q, keys, values, scores, first, n, scale):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def attend_blocks(out, q, k, v, ring, lanes, lengths, heads, spaces, scores):
+def attend_blocks(out, q, k, v, ring, lanes, lengths, heads, W, spaces, scores):
     """Attention of B blocks of S columns over their context and themselves.
 
-    out, q: [B * S, H * D]; k, v: [B * S, G * D], normed and rotated, float32. ring: [lanes, 2, W,
+    out, q: [B * S, H * D]; k, v: [B * S, G * D], normed and rotated, float32. ring: [lanes, 2, L,
     G * D] uint16. lengths: [B] tokens of context. spaces: [threads, 2, >= W + S, D] float32;
     scores: [threads, >= W + S] float32.
     """
     H, G, D, scale = heads
-    S, M, W = q.shape[0] // lanes.size, H // G, ring.shape[2]
+    S, M = q.shape[0] // lanes.size, H // G
     for task in prange(lanes.size * G):
         b, g = task // G, task % G
         worker = get_thread_id()

@@ -131,7 +131,7 @@ class CpuDrafter:
         self._buffers = {name: np.zeros(T * width, np.float32) for name, width in columns.items()}
         drafts = num_lanes * d.max_drafts
         self._buffers["logits"] = np.zeros(drafts * d.vocab_size, np.float32)
-        self.rings = np.zeros((d.num_layers, num_lanes, 2, d.window, d.kv_width), np.uint16)
+        self.rings = np.zeros((d.num_layers, num_lanes, 2, d.ring_tokens, d.kv_width), np.uint16)
         keys = d.window + d.block_size
         self._spaces = np.zeros((threads, 2, keys, d.head_dim), np.float32)
         self._scores = np.zeros((threads, keys), np.float32)
@@ -222,7 +222,7 @@ class CpuDrafter:
             linear(y, x, weight)
         for y, norm in ((q, layer.q_norm), (k, layer.k_norm)):
             dflash.prepare_heads(y, norm, *angles, d.head_dim, self._eps)
-        spaces = (self._spaces, self._scores)
+        spaces = (d.window, self._spaces, self._scores)
         dflash.attend_blocks(out, q, k, v, ring, lanes, lengths, self._heads, *spaces)
         linear(x, out, layer.o)
         base = layer.attention_conv.base

@@ -184,6 +184,8 @@ def _keep_history(new, old, mix, t0, t1, kh, shape):
 @device
 def _fold_item(b, kh, mix, ab, state, conv, rows, columns, w, shape, scratch):
     """`_decode_item` of the first columns[b] columns, without outputs."""
+    if columns[b] < 0:
+        return
     HK, HV, K, V = shape
     q_k, v, o = scratch[: 2 * K], scratch[2 * K : 2 * K + V], scratch[2 * K + V : 2 * K + 3 * V]
     t0 = rows.indptr[b]
@@ -204,7 +206,8 @@ def gdn_fold(mix, ab, state, conv, rows, columns, w, shape, scratch):
     """State and history after the first columns[b] columns of each row, as `gdn_decode` leaves
     them; parallel over (row, key head).
 
-    mix: [T, X], ab: [T, 2 HV], what `gdn_decode` was given. columns: [B] int32, 0 copies.
+    mix: [T, X], ab: [T, 2 HV], what `gdn_decode` was given. columns: [B] int32, 0 copies, -1
+    leaves the row alone.
     """
     HK = shape.HK
     for i in prange(rows.starts.size * HK):

@@ -90,7 +90,7 @@ class Program:
             backend.mlp_block(hidden, i, batch)
             norms.append(np.linalg.norm(hidden[-1]))
         self._select(hidden, batch, [len(ids) - 1])
-        norms[-1] = np.linalg.norm(backend._view("normed", 1, self.spec.hidden_size)[0])
+        norms[-1] = np.linalg.norm(backend._head._normed[0])
         return [float(norm) for norm in norms]
 
     def batch(self, phase: Phase, ids: Sequence[int]) -> ForwardBatch:
@@ -114,7 +114,7 @@ class Program:
         rows = []
         for column in columns:
             self._select(hidden, batch, [column])
-            logits = self.backend._view("logits", 1, self.spec.vocab_size)[0]
+            logits = self.backend._head._logits[0]
             rows.append(logits[: self.spec.num_token_ids].copy())
         return rows
 

@@ -153,12 +153,12 @@ def test_nan_in_one_row_reaches_no_other_row(rig) -> None:
     want = logprobs(rig.run(DECODE, after, range(4), rows=lanes))
     rig.backend.copy_slots([(i, 4 + i) for i in range(4)])
     rig.backend._buffers["state"][:, 2] = np.nan
-    counts = rig.backend._buffers["counts"].sum(axis=1)
+    counts = rig.backend._head.counts.sum(axis=1)
     got = rig.run(DECODE, after, range(4), rows=lanes)
     assert got.finite.tolist() == [True, True, False, True]
     sound = [0, 1, 3]
     np.testing.assert_array_equal(logprobs(got)[sound], want[sound])
-    added = rig.backend._buffers["counts"].sum(axis=1) - counts
+    added = rig.backend._head.counts.sum(axis=1) - counts
     assert added[:4].tolist() == [1, 1, 0, 1]
 
 

@@ -22,7 +22,7 @@ class Rows:
 
     def __init__(self) -> None:
         spec = self.spec = MODEL.spec
-        self.backend = CpuBackend(spec)
+        self.backend = CpuBackend(spec, speculates=True)
         self.backend.load(MODEL.packed(), lambda _: None)
         self.backend.allocate(
             MemoryPlan(
@@ -59,8 +59,9 @@ class Rows:
         """All columns at once, of which `kept` stay; hidden rows [n, C] of each row."""
         other = [slot ^ 1 for slot in self.slots]
         hidden = self._run(Phase.DECODE, [0, 1], tokens, other, record=True)
+        assert self.backend.speculation is not None
         parts = np.split(hidden.copy(), np.cumsum([len(t) for t in tokens])[:-1])
-        self.backend._fold(np.array(kept, np.int32))
+        self.backend.speculation.keep(self.batch, np.array(kept, np.int32))
         self.slots = other
         self.lengths = [n + k for n, k in zip(self.lengths, kept)]
         return parts
@@ -92,6 +93,7 @@ class Rows:
             state_out=np.array(state_out, np.int32),
             record=record,
         )
+        self.batch = batch
         qwen.forward(self.spec, self.backend, batch)
         hidden: np.ndarray = self.backend._view("hidden", batch.num_columns, self.spec.hidden_size)
         return hidden
