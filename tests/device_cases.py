@@ -4,7 +4,7 @@
 the variant that it can launch. Used at small sizes with emulated threads, at full size on a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import get_num_threads
@@ -16,6 +16,7 @@ from ginfer.cuda.embedding import embedding_kernel
 from ginfer.cuda.frame import chunks_of
 from ginfer.cuda.gdn.chunk import gdn_chunk_kernel
 from ginfer.cuda.gdn.conv import PIECE, conv_kernel, conv_prefill_kernel
+from ginfer.cuda.gdn.fold import gdn_fold_kernel
 from ginfer.cuda.gdn.gate import gated_norm_kernel
 from ginfer.cuda.gdn.prepare import WITHIN_NBYTES, gdn_prepare_kernel
 from ginfer.cuda.gdn.step import gdn_step_kernel
@@ -164,6 +165,56 @@ def gdn_step(run, it, convolved):
         *(it.HK, HV, *tiles_of(T), EPS),
     )
     return from_fragments(buffer, T, HV * 128) if run.early else out
+
+
+def gdn_fold(run, layers, convolved, columns):
+    """Fold of layers with the same rows; states [L, slots, HV, K, V] and histories after it."""
+    it = layers[0]
+    stack = lambda name: np.stack([getattr(layer, name) for layer in layers])  # noqa: E731
+    state, history, mix = stack("state"), stack("history"), stack("mix")
+    convolved, ab = np.stack(convolved), stack("ab")
+    run(
+        gdn_fold_kernel(run.early),
+        len(layers) * len(it.state_in) * it.HV,
+        *(state, history, stack("gates"), mix, convolved, ab),
+        *(it.indptr, it.state_in, it.state_out, np.array(columns, np.int32)),
+        *(it.mix.shape[1], mix[0].nbytes, convolved[0].nbytes, ab[0].nbytes),
+        *(len(it.state_in), it.HK, it.HV, len(it.state)),
+    )
+    return state, history
+
+
+def check_fold(run, heads, lengths, columns, *, L=2):
+    """Fold against steps over just these columns, bit for bit; rows of -1 columns stay."""
+    B = len(lengths)
+    layers = [make_gdn(20 + i, heads, lengths, [(b, B + b) for b in range(B)]) for i in range(L)]
+    convolved, wanted = [], []
+    for it in layers:
+        state, history = it.state.copy(), it.history.copy()
+        convolved.append(check_conv(run, it))
+        some = [b for b in range(B) if columns[b] > 0]
+        kept = np.concatenate([it.indptr[b] + np.arange(columns[b]) for b in some])
+        short = replace(
+            it,
+            mix=it.mix[kept],
+            ab=it.ab[kept],
+            indptr=np.cumsum([0, *(columns[b] for b in some)]).astype(np.int32),
+            state_in=it.state_in[some],
+            state_out=it.state_out[some],
+            state=state.copy(),
+            history=history.copy(),
+        )
+        gdn_step(run, short, check_conv(run, short))
+        for b, n in enumerate(columns):
+            if n <= 0:
+                source = b if n == 0 else B + b
+                short.state[B + b], short.history[B + b] = state[source], history[source]
+        wanted.append((short.state, short.history))
+        it.state, it.history = state, history
+    states, histories = gdn_fold(run, layers, convolved, columns)
+    for (state, history), got, raw in zip(wanted, states, histories):
+        assert (got == state).all()
+        assert (raw == history).all()
 
 
 def gdn_chunks(run, it, convolved, starts, form=(4, 2)):

@@ -25,7 +25,8 @@ from ginfer.cuda.gdn.chunk import Chunks, gdn_chunks
 from ginfer.cuda.gdn.conv import Channels, Rows, conv
 from ginfer.cuda.gdn.gate import gated_norm
 from ginfer.cuda.gdn.prepare import WITHIN_NBYTES
-from ginfer.cuda.gdn.step import WIDTH, GdnInputs, GdnLayer
+from ginfer.cuda.gdn.recurrence import WIDTH
+from ginfer.cuda.gdn.step import GdnInputs, GdnLayer
 from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.queue import Queue
 from tests.bench.ops import Bench, read_ceiling

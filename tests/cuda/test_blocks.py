@@ -18,6 +18,7 @@ from tests.attention_cases import (
 from tests.device_cases import (
     check_conv,
     check_embedding,
+    check_fold,
     check_gdn,
     check_rms_norm,
     check_selection,
@@ -188,6 +189,27 @@ def test_a_row_alone_is_itself_in_company(run):
     alone = gdn_step(run, other, check_conv(run, other))
     assert (alone == together[4:8]).all()
     assert (other.state[1] == it.state[1]).all()
+
+
+@pytest.mark.parametrize("heads", GDN_HEADS, ids=str)
+def test_columns_of_a_row_are_steps_one_by_one(run, heads):
+    it, other = (make_gdn(15, heads, [16], [(0, 0)]) for _ in range(2))
+    convolved = check_conv(run, it)
+    together, mix, ab = gdn_step(run, it, convolved), other.mix, other.ab
+    other.indptr = np.array([0, 1], np.int32)
+    for t in range(16):
+        other.mix, other.ab = mix[t : t + 1].copy(), ab[t : t + 1].copy()
+        alone = gdn_step(run, other, convolved[t : t + 1].copy())
+        assert (alone == together[t : t + 1]).all()
+    assert (other.state == it.state).all()
+
+
+@pytest.mark.parametrize("heads", GDN_HEADS, ids=str)
+def test_fold_of_some_columns_is_steps_over_just_these(run, heads):
+    for first in range(8):
+        check_fold(
+            run, heads, [8, 16, 5, 8], [first + 1, 2 * first + 2, max(first - 3, -1), 8 - first]
+        )
 
 
 @pytest.mark.parametrize(("V", "seeds"), [(37, 8), (4111, 8), (248_077, 3)])

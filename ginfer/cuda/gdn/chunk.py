@@ -35,7 +35,7 @@ from ginfer.cuda.gdn.prepare import (
     rows_at,
     rows_fetch,
 )
-from ginfer.cuda.gdn.step import WIDTH
+from ginfer.cuda.gdn.recurrence import WIDTH
 from ginfer.cuda.lib.numeric import follow, high_f32, low_f32, row_of_32
 from ginfer.cuda.lib.ptx import (
     cp_async_16,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from numba import cuda, float32, int64, uint32
 
-from ginfer.cuda.gdn.step import WIDTH
+from ginfer.cuda.gdn.recurrence import WIDTH
 from ginfer.cuda.lib.numeric import follow, load_bf16x8, load_f32x8, pack_bf16, silu
 from ginfer.cuda.lib.ptx import (
     div_u32,

@@ -19,7 +19,7 @@ from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.attention.pages import PANEL_NBYTES, TILE, chunk_at
 from ginfer.cuda.attention.products import row_fragment
-from ginfer.cuda.gdn.step import FORGOTTEN, L2_EPS, WIDTH, decay_of
+from ginfer.cuda.gdn.recurrence import FORGOTTEN, L2_EPS, WIDTH, decay_of
 from ginfer.cuda.lib.numeric import exp_f32, follow, row_of_32, sigmoid, softplus
 from ginfer.cuda.lib.ptx import (
     cp_async_16_or_zero,

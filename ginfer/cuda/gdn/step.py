@@ -5,8 +5,7 @@ Per value head, S [K, V]: S is read once per round into registers, then for each
   sigmoid(b); d = beta (v - decay S^T k); o = decay S^T q + (k . q) d; S = decay S + k d^T;
   out = o / rms(o) * w * silu(z).
 A slot is written once per round; a row with state_out = NOWHERE leaves no trace (verification).
-Sums over K: eight per thread in ascending order, then 16 of those in ascending order, the same for
-one column and for many.
+Results of up to AHEAD columns wait in shared memory until the last of them is there.
 
 Legend: T columns, HK key heads, HV value heads, K = V = 128, X = 2 HK K + HV V channels. Columns of
 `convolved`: q [HK, K], k [HK, K], v [HV, V]; z follows X in `mix`; `ab`: a [HV], b [HV] FP32.
@@ -20,30 +19,43 @@ from typing import TYPE_CHECKING
 
 from numba import cuda, float32, int64, uint32
 
+from ginfer.cuda.gdn.recurrence import (
+    AHEAD,
+    GATES,
+    HELD,
+    PLACE_NBYTES,
+    QUERY,
+    THREADS,
+    WIDTH,
+    difference,
+    load_column,
+    load_state,
+    multiply,
+    offset_in_head,
+    store_state,
+    update,
+)
 from ginfer.cuda.lib.fragment import pair_store, tiles_of
 from ginfer.cuda.lib.numeric import (
-    exp_f32,
     follow_late,
     high_f32,
     low_f32,
     pack_bf16,
     row_of_32,
-    sigmoid,
     silu,
-    softplus,
     warp_sum,
 )
 from ginfer.cuda.lib.ptx import (
+    bits_from_f32,
     div_u32,
+    f32_from_bits,
     fma_f32,
     ld_global_f32,
-    ld_global_f32x4,
     ld_global_u32,
-    ld_shared_f32,
+    ld_shared_u32x4,
     rsqrt_approx,
     shared_address,
-    st_global_f32x4,
-    st_shared_f32,
+    st_shared_u32x4,
 )
 from ginfer.cuda.runtime.jit import Build, kernel
 from ginfer.cuda.runtime.queue import starts_early
@@ -55,17 +67,7 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
     from ginfer.cuda.runtime.queue import Queue
 
-WIDTH = 128  # of a key head and of a value head
-THREADS, WARPS = 512, 16
 NOWHERE = 0xFFFFFFFF
-FORGOTTEN = -60.0  # e^g below is zero: it would only make subnormal numbers
-L2_EPS = 1e-6
-
-
-@cuda.jit(device=True, inline="always")
-def decay_of(g):
-    """e^g for g <= 0."""
-    return exp_f32(g) if g > float32(FORGOTTEN) else float32(0.0)
 
 
 @kernel(*(int64,) * 11, *(uint32,) * 4, float32)
@@ -77,69 +79,38 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     W, an address-wide count: columns of `mix`.
     """
     (start, wait), store = follow_late(early), pair_store(fragments)
-    held, parts = WIDTH * WIDTH // THREADS, 2 * WARPS * WIDTH
-    per_warp, four, shorten = WIDTH // WARPS, 4 * WIDTH, WIDTH**-0.5
+    place_words, result_words = AHEAD * PLACE_NBYTES // 4, AHEAD * WIDTH
     resident = 2 if early else 1  # on the sm_80 class two would spill
 
     @cuda.jit(device=True, inline="always")
-    def load_unit(to, at, scale, lane):
-        """One warp: a head of q or k to shared memory, of length `scale`."""
-        low, high = ld_global_u32(at + int64(lane) * 8), ld_global_u32(at + int64(lane) * 8 + 4)
-        a, b, c, d = low_f32(low), high_f32(low), low_f32(high), high_f32(high)
-        total = fma_f32(d, d, fma_f32(c, c, fma_f32(b, b, a * a)))
-        inv = rsqrt_approx(warp_sum(total) + float32(L2_EPS)) * scale
-        place = uint32(to + lane * uint32(16))
-        st_shared_f32(place, a * inv)
-        st_shared_f32(uint32(place + uint32(4)), b * inv)
-        st_shared_f32(uint32(place + uint32(8)), c * inv)
-        st_shared_f32(uint32(place + uint32(12)), d * inv)
+    def give(results, o, p, gates, kq, thread):
+        """The lanes of the first rows: o = decay S^T q + (k . q) d of four columns."""
+        if thread & uint32(28) == 0:
+            four = uint32((thread >> uint32(5)) * uint32(4) + (thread & uint32(3)))
+            a, b = fma_f32(kq, p[0], gates[0] * o[0]), fma_f32(kq, p[1], gates[0] * o[1])
+            c, d = fma_f32(kq, p[2], gates[0] * o[2]), fma_f32(kq, p[3], gates[0] * o[3])
+            words = (bits_from_f32(a), bits_from_f32(b), bits_from_f32(c), bits_from_f32(d))
+            at = uint32(results + four * uint32(16))
+            st_shared_u32x4(at, words[0], words[1], words[2], words[3])
 
     @cuda.jit(device=True, inline="always")
-    def multiply(s, keys, queries, partial, warp, lane):
-        """This thread's share of S^T k and S^T q to partial [k, q][warp][V]."""
-        p = cuda.local.array(8, float32)
-        for i in range(8):
-            p[i] = float32(0.0)
-        for i in range(per_warp):
-            at = uint32((warp * uint32(per_warp) + uint32(i)) * uint32(4))
-            k, q = ld_shared_f32(uint32(keys + at)), ld_shared_f32(uint32(queries + at))
-            for j in range(4):
-                p[j] = fma_f32(s[4 * i + j], k, p[j])
-                p[4 + j] = fma_f32(s[4 * i + j], q, p[4 + j])
-        at = uint32(partial + (warp * uint32(WIDTH) + lane * uint32(4)) * uint32(4))
-        for j in range(4):
-            st_shared_f32(uint32(at + uint32(4 * j)), p[j])
-            st_shared_f32(uint32(at + uint32(WARPS * WIDTH * 4 + 4 * j)), p[4 + j])
-
-    @cuda.jit(device=True, inline="always")
-    def column_sum(partial, thread):
-        """Sum of the warps' shares for element `thread` of [k, q][V]."""
-        half = uint32(thread >> uint32(7))
-        at = uint32(half * uint32(WARPS * WIDTH) + (thread & uint32(WIDTH - 1)))
-        at = uint32(partial + at * uint32(4))
-        total = float32(0.0)
-        for i in range(WARPS):
-            total = total + ld_shared_f32(uint32(at + uint32(i * WIDTH * 4)))
-        return total
-
-    @cuda.jit(device=True, inline="always")
-    def finish(out, results, mix, w, t, h, X, columns, tiles, eps, lane):
-        """One warp: gated norm of a column's results."""
+    def finish(out, results, z, w, t, h, columns, tiles, eps, lane):
+        """One warp: gated norm of a column's results; z: two words of the lane."""
         v = cuda.local.array(4, float32)
+        q = ld_shared_u32x4(uint32(results + lane * uint32(16)))
         total = float32(0.0)
         for i in range(4):
-            v[i] = ld_shared_f32(uint32(results + (lane * uint32(4) + uint32(i)) * uint32(4)))
+            v[i] = f32_from_bits(q[i])
             total = fma_f32(v[i], v[i], total)
         inv = rsqrt_approx(warp_sum(total) / float32(WIDTH) + eps)
         column = uint32(h * uint32(WIDTH) + lane * uint32(4))
-        z = mix + (int64(t) * columns[0] + int64(X) + int64(column)) * 2
         for i in range(2):
-            pair = ld_global_u32(z + 4 * i)
+            pair = z[i]
             at = w + (int64(lane) * 4 + 2 * i) * 4
             low = v[2 * i] * inv * ld_global_f32(at) * silu(low_f32(pair))
             high = v[2 * i + 1] * inv * ld_global_f32(at + 4) * silu(high_f32(pair))
-            place, width = uint32(column + uint32(2 * i)), columns[1]
-            store(out, t, place, width, tiles[0], tiles[1], pack_bf16(low, high))
+            place = uint32(column + uint32(2 * i))
+            store(out, t, place, columns, tiles[0], tiles[1], pack_bf16(low, high))
 
     @cuda.jit(fastmath=True, launch_bounds=(THREADS, resident))
     def gdn_step(
@@ -160,82 +131,56 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
         rest_tiles,
         eps,
     ):
-        partial = shared_address(cuda.shared.array(parts, float32))
-        vectors = shared_address(cuda.shared.array(four, float32))
-        s = cuda.local.array(held, float32)
+        places = shared_address(cuda.shared.array(place_words, float32))
+        results = shared_address(cuda.shared.array(result_words, float32))
+        s, z = cuda.local.array(HELD, float32), cuda.local.array(2, uint32)
+        p, o = cuda.local.array(4, float32), cuda.local.array(4, float32)
         start()
         thread = uint32(cuda.threadIdx.x)
         warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
         row = div_u32(uint32(cuda.blockIdx.x), HV)
         h = uint32(uint32(cuda.blockIdx.x) - row * HV)
-        key = div_u32(h, div_u32(HV, HK))
-        X = uint32((HK * uint32(2) + HV) * uint32(WIDTH))
-        keys, queries = uint32(vectors), uint32(vectors + uint32(4 * WIDTH))
-        deltas, results = uint32(vectors + uint32(8 * WIDTH)), uint32(vectors + uint32(12 * WIDTH))
+        heads = (h, div_u32(h, div_u32(HV, HK)), HK, HV)
+        X = int64(HK * uint32(2) + HV) * WIDTH
         slot = ld_global_u32(row_of_32(state_in, row))
-        place = (int64(slot) * int64(HV) + int64(h)) * (WIDTH * WIDTH * 4)
-        place += (int64(warp) * (per_warp * WIDTH) + int64(lane) * 4) * 4
-        for i in range(per_warp):
-            q = ld_global_f32x4(state + place + i * (WIDTH * 4))
-            for j in range(4):
-                s[4 * i + j] = q[j]
+        share = int64(h) * (WIDTH * WIDTH * 4) + offset_in_head(thread)
+        slot_nbytes = int64(HV) * (WIDTH * WIDTH * 4)
+        load_state(s, state + int64(slot) * slot_nbytes + share)
         t = ld_global_u32(row_of_32(indptr, row))
         end = ld_global_u32(row_of_32(indptr, uint32(row + uint32(1))))
-        tiles, widths = (first_tiles, rest_tiles), (W, uint32(HV * uint32(WIDTH)))
+        tiles, width = (first_tiles, rest_tiles), uint32(HV * uint32(WIDTH))
+        rows = uint32(places + (lane >> uint32(2)) * uint32(16))
+        mine = uint32(places + warp * uint32(PLACE_NBYTES))
         wait()
         while t < end:
-            x = convolved + int64(t) * int64(X) * 2
-            if warp == 0:
-                load_unit(queries, x + int64(key) * (2 * WIDTH), float32(shorten), lane)
-            elif warp == 1:
-                load_unit(keys, x + int64(HK + key) * (2 * WIDTH), float32(1.0), lane)
-            at = ab + (int64(t) * int64(HV) * 2 + int64(h)) * 4
-            g = ld_global_f32(gates + int64(h) * 4) * softplus(
-                ld_global_f32(at) + ld_global_f32(gates + int64(HV + h) * 4)
-            )
-            decay, beta = decay_of(g), sigmoid(ld_global_f32(at + int64(HV) * 4))
+            n, own = min(uint32(end - t), uint32(AHEAD)), int64(t + warp)
+            if warp < n:
+                at = ab + own * int64(HV) * 8
+                load_column(mine, convolved + own * X * 2, at, gates, heads, lane)
+                at = mix + (own * W + X + int64(h) * WIDTH + int64(lane) * 4) * 2
+                z[0], z[1] = ld_global_u32(at), ld_global_u32(at + 4)
             cuda.syncthreads()
-            multiply(s, keys, queries, partial, warp, lane)
+            c = uint32(0)
+            while c < n:
+                skip = uint32(c * uint32(PLACE_NBYTES))
+                place, key = uint32(places + skip), uint32(rows + skip)
+                scalars = ld_shared_u32x4(uint32(place + uint32(GATES)))
+                both = (f32_from_bits(scalars[0]), f32_from_bits(scalars[1]))
+                multiply(p, s, key)
+                multiply(o, s, uint32(key + uint32(QUERY)))
+                difference(p, place, both, thread)
+                at_c = uint32(results + c * uint32(4 * WIDTH))
+                give(at_c, o, p, both, f32_from_bits(scalars[2]), thread)
+                update(s, p, both[0], key)
+                c = uint32(c + uint32(1))
             cuda.syncthreads()
-            if thread < uint32(WIDTH):
-                remembered = decay * column_sum(partial, thread)
-                word = x + (int64(HK) * (2 * WIDTH) + int64(h) * WIDTH + int64(thread & ~1)) * 2
-                pair = ld_global_u32(word)
-                value = high_f32(pair) if thread & uint32(1) else low_f32(pair)
-                delta = beta * (value - remembered)
-                st_shared_f32(uint32(deltas + thread * uint32(4)), delta)
-            elif thread < uint32(2 * WIDTH):
-                to = uint32(results + (thread - uint32(WIDTH)) * uint32(4))
-                st_shared_f32(to, decay * column_sum(partial, thread))
-            cuda.syncthreads()
-            for i in range(per_warp):
-                at_k = uint32(keys + (warp * uint32(per_warp) + uint32(i)) * uint32(4))
-                k = ld_shared_f32(at_k)
-                for j in range(4):
-                    d = ld_shared_f32(uint32(deltas + (lane * uint32(4) + uint32(j)) * uint32(4)))
-                    s[4 * i + j] = fma_f32(k, d, decay * s[4 * i + j])
-            if warp == 0:
-                total = float32(0.0)
-                for i in range(4):
-                    at_k = uint32((lane * uint32(4) + uint32(i)) * uint32(4))
-                    k = ld_shared_f32(uint32(keys + at_k))
-                    total = fma_f32(k, ld_shared_f32(uint32(queries + at_k)), total)
-                kq = warp_sum(total)
-                for i in range(4):
-                    at_v = uint32((lane * uint32(4) + uint32(i)) * uint32(4))
-                    old = ld_shared_f32(uint32(results + at_v))
-                    d = ld_shared_f32(uint32(deltas + at_v))
-                    st_shared_f32(uint32(results + at_v), fma_f32(kq, d, old))
-                finish(out, results, mix, w, t, h, X, widths, tiles, eps, lane)
-            t = uint32(t + uint32(1))
-            cuda.syncthreads()
+            if warp < n:
+                at_c = uint32(results + warp * uint32(4 * WIDTH))
+                finish(out, at_c, z, w, uint32(t + warp), h, width, tiles, eps, lane)
+            t = uint32(t + n)
         slot = ld_global_u32(row_of_32(state_out, row))
         if slot != uint32(NOWHERE):
-            place = (int64(slot) * int64(HV) + int64(h)) * (WIDTH * WIDTH * 4)
-            place += (int64(warp) * (per_warp * WIDTH) + int64(lane) * 4) * 4
-            for i in range(per_warp):
-                to = state + place + i * (WIDTH * 4)
-                st_global_f32x4(to, s[4 * i], s[4 * i + 1], s[4 * i + 2], s[4 * i + 3])
+            store_state(state + int64(slot) * slot_nbytes + share, s)
 
     return Build(gdn_step, THREADS)
 

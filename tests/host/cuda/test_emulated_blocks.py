@@ -17,6 +17,7 @@ from tests.attention_cases import (
 from tests.device_cases import (
     check_conv,
     check_embedding,
+    check_fold,
     check_gdn,
     check_rms_norm,
     gdn_step,
@@ -117,3 +118,12 @@ def test_a_row_that_is_verified_leaves_its_slots(plain):
     it.state_out = np.array([-1], np.int32)
     gdn_step(plain, it, convolved)
     assert (it.state == before).all()
+
+
+def test_fold_of_some_columns_is_steps_over_just_these(plain):
+    check_fold(plain, (1, 2), [2, 1, 1], [1, 0, -1])
+
+
+@pytest.mark.long
+def test_fold_of_more_columns_than_wait_at_a_time():
+    check_fold(Emulator(1), (1, 1), [11], [10], L=1)
