@@ -52,7 +52,7 @@ class Tables:
             for buffer, _ in self._turns
         ]
         self._turn = 0
-        self._filled: dict[str, int] = {}  # words of the tables of this turn
+        self._filled: list[tuple[int, int, int]] = []  # (table, first byte, last + 1) of this turn
         self._kept: dict[str, NDArray[Any]] = {}  # what lies in tables that `keeps` was asked for
 
     def __getitem__(self, name: str) -> int:
@@ -70,7 +70,8 @@ class Tables:
         view = self._views[self._turn][name]
         assert count <= len(view), name
         if count:
-            self._filled[name] = max(count, self._filled.get(name, 0))
+            at = self._places[name]
+            self._filled.append((self._indices[name], at, at + count * 4))
         return view[:count] if dtype is np.int32 else view[:count].view(dtype)
 
     def fill(self, name: str, values: NDArray[Any]) -> None:
@@ -102,13 +103,13 @@ class Tables:
     def _runs(self) -> list[tuple[int, int]]:
         """(first byte, last + 1) of the runs of filled tables."""
         runs: list[tuple[int, int]] = []
-        places, indices, before = self._places, self._indices, -2
-        for name in sorted(self._filled, key=indices.__getitem__):
-            at = first = places[name]
-            if indices[name] == before + 1:
-                first, _ = runs.pop()
-            runs.append((first, at + self._filled[name] * 4))
-            before = indices[name]
+        before = -2
+        for table, first, end in sorted(self._filled):
+            if table <= before + 1:
+                first, last = runs.pop()
+                end = max(end, last)
+            runs.append((first, end))
+            before = table
         return runs
 
     def close(self) -> None:

@@ -47,12 +47,12 @@ class Output:
             raw=request.raw,
             keep_special_tokens=request.keep_special_tokens,
         )
-        self._matchers = {
-            channel: StopMatcher([s for s in request.stop_strings if s.channel is channel])
-            for channel in Channel
-        }
+        self._reasoning_stops, self._content_stops = (
+            StopMatcher([s for s in request.stop_strings if s.channel is channel])
+            for channel in (Channel.REASONING, Channel.CONTENT)
+        )
         self._closing: deque[int] = deque()
-        self._text: dict[Channel, str] = {}
+        self._shown: list[tuple[Channel, str]] = []
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self.ending: Ending | None = None
@@ -69,27 +69,33 @@ class Output:
         """Token id that the next draw must take, or -1."""
         return self._closing[0] if self._closing else -1
 
+    @property
+    def free_tokens(self) -> int | None:
+        """Tokens that can be drawn before one may be forced; None = any number."""
+        budget = self._request.reasoning_budget
+        if self._closing:
+            return 0
+        if budget is None or self.in_content:
+            return None
+        return budget - self.reasoning_tokens
+
     def commit(self, token_id: int, logprob: TokenLogprob | None) -> list[Delta]:
         """Take the drawn token; return what may be shown, and set `ending` when it is the last."""
         channel = self._decoder.channel
         self.completion_tokens += 1
-        self.reasoning_tokens += channel is Channel.REASONING
         if token_id in self._stop_ids:
+            self.reasoning_tokens += channel is Channel.REASONING
             text = self._frontend.token_text(token_id)
             return self.end(
                 Ending(reason=FinishReason.STOP_TOKEN, stop=text, stop_token_id=token_id)
             )
         pieces = self._decoder.feed(token_id)
-        if self._closing:
-            self._closing.popleft()
-            pieces = self._hide(token_id, pieces)
-        if channel is Channel.REASONING:
-            self.content_began = "".join(text for c, text in pieces if c is Channel.CONTENT)
-        self._take(pieces)
-        if self.ending is None and self.completion_tokens == self._limit:
+        if channel is Channel.REASONING or self._closing:
+            pieces = self._reason(token_id, channel, pieces)
+        if pieces:
+            self._take(pieces)
+        if self.completion_tokens == self._limit and self.ending is None:
             self._flush(Ending(reason=self._limit_reason))
-        if not self._closing:
-            self._plan_forced()
         logprobs = () if logprob is None else (logprob,)
         return self._deltas(channel, (token_id,), logprobs)
 
@@ -97,6 +103,20 @@ class Output:
         """End the response now; return what was held back."""
         self._flush(ending)
         return self._deltas(self._decoder.channel, (), ())
+
+    def _reason(
+        self, token_id: int, channel: Channel, pieces: list[tuple[Channel, str]]
+    ) -> list[tuple[Channel, str]]:
+        """Count a token of the reasoning; take the text of one that closes it out of it."""
+        if self._closing:
+            self._closing.popleft()
+            pieces = self._hide(token_id, pieces)
+        if channel is Channel.REASONING:
+            self.reasoning_tokens += 1
+            self.content_began = "".join(text for c, text in pieces if c is Channel.CONTENT)
+        if not self._closing:
+            self._plan_forced()
+        return pieces
 
     def _plan_forced(self) -> None:
         """Queue the tokens that close the think block once its budget is spent."""
@@ -114,18 +134,16 @@ class Output:
             for channel, piece in pieces
         ]
 
-    def _take(self, pieces: Iterable[tuple[Channel, str]]) -> None:
+    def _take(self, pieces: list[tuple[Channel, str]]) -> None:
         """Pass the text of one token through the stop matchers of its channels."""
-        joined: dict[Channel, str] = {}
-        for channel, text in pieces:
-            joined[channel] = joined.get(channel, "") + text
-        for channel, text in joined.items():
+        for channel, text in pieces if len(pieces) == 1 else _by_channel(pieces).items():
+            matcher = self._reasoning_stops
             if channel is Channel.CONTENT:  # reasoning is over: nothing can complete there any more
-                self._show(Channel.REASONING, self._matchers[Channel.REASONING].flush())
-            self._show(channel, self._matchers[channel].feed(text))
-            match = self._matchers[channel].match
-            if match is not None:
-                self.ending = Ending(reason=FinishReason.STOP_STRING, stop=match.text)
+                self._show(Channel.REASONING, matcher.flush())
+                matcher = self._content_stops
+            self._show(channel, matcher.feed(text))
+            if matcher.match is not None:
+                self.ending = Ending(reason=FinishReason.STOP_STRING, stop=matcher.match.text)
                 return
 
     def _flush(self, ending: Ending) -> None:
@@ -133,20 +151,22 @@ class Output:
         self._take(self._decoder.finish())
         if self.ending is None:
             self.ending = ending
-            for channel, matcher in self._matchers.items():
-                self._show(channel, matcher.flush())
+            self._show(Channel.REASONING, self._reasoning_stops.flush())
+            self._show(Channel.CONTENT, self._content_stops.flush())
 
     def _show(self, channel: Channel, text: str) -> None:
         if text:
-            self._text[channel] = self._text.get(channel, "") + text
+            self._shown.append((channel, text))
 
     def _deltas(
         self, channel: Channel, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]
     ) -> list[Delta]:
         """One delta per channel with text or token ids; the ids belong to `channel`."""
-        shown, self._text = self._text, {}
-        if token_ids:
-            shown.setdefault(channel, "")
+        pieces, self._shown = self._shown, []
+        if token_ids and all(c is not channel for c, _ in pieces):
+            pieces.append((channel, ""))
+        if len(pieces) > 1:
+            pieces = sorted(_by_channel(pieces).items(), key=_place)
         return [
             Delta(
                 request_id=self._request.request_id,
@@ -155,8 +175,16 @@ class Output:
                 token_ids=token_ids if c is channel else (),
                 logprobs=logprobs if c is channel else (),
             )
-            for c, text in (shown.items() if len(shown) < 2 else sorted(shown.items(), key=_place))
+            for c, text in pieces
         ]
+
+
+def _by_channel(pieces: Iterable[tuple[Channel, str]]) -> dict[Channel, str]:
+    """The text of each channel, joined."""
+    joined: dict[Channel, str] = {}
+    for channel, text in pieces:
+        joined[channel] = joined.get(channel, "") + text
+    return joined
 
 
 def _place(shown: tuple[Channel, str]) -> bool:

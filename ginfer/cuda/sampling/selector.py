@@ -7,7 +7,7 @@ it; two of them may be on their way.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -91,18 +91,20 @@ class Pending:
     def read(self) -> Selection:
         """Wait for the results, and turn keys and masses into log-probabilities."""
         self._event.synchronize()
-        R, num_top = self._shape[0], max(self._shape[1], 0)
+        R, num_top = self._shape
         results = self._host.bytes[: R * RESULT_NBYTES].view(RESULT)
+        ids, finite = results["token"].copy(), results["sound"] != 0
+        if num_top < 0:
+            return Selection(token_ids=ids, finite=finite, **_no_logprobs(R))
         selection = Selection(
-            token_ids=results["token"].copy(),
+            token_ids=ids,
             logprobs=np.full(R, np.nan, np.float32),
             top_ids=np.full((R, num_top), -1, np.int32),
             top_logprobs=np.full((R, num_top), -np.inf, np.float32),
-            finite=results["sound"] != 0,
+            finite=finite,
         )
-        if self._shape[1] >= 0:
-            top = self._host.bytes[R * RESULT_NBYTES :][: R * num_top * 8].view(np.uint64)
-            _fill_logprobs(selection, results, top.reshape(R, num_top))
+        top = self._host.bytes[R * RESULT_NBYTES :][: R * num_top * 8].view(np.uint64)
+        _fill_logprobs(selection, results, top.reshape(R, num_top))
         return selection
 
     def close(self) -> None:
@@ -110,6 +112,15 @@ class Pending:
         self._event.synchronize()
         self._event.close()
         self._host.close()
+
+
+@cache
+def _no_logprobs(R: int) -> dict[str, NDArray[Any]]:
+    """What a selection of R rows has instead of log-probabilities that nobody wants."""
+    none = np.full(R, np.nan, np.float32), np.zeros((R, 0), np.int32), np.zeros((R, 0), np.float32)
+    for array in none:
+        array.flags.writeable = False
+    return dict(zip(("logprobs", "top_ids", "top_logprobs"), none))
 
 
 def _fill_logprobs(selection: Selection, results: NDArray[Any], top: NDArray[np.uint64]) -> None:
@@ -146,6 +157,8 @@ class Selector:
         self._graphs: dict[tuple[int, bool, bool], Graph] = {}
         self._known: NDArray[np.float32] | None = None  # temperatures of the records
         self._draws = np.zeros(0, DRAW)
+        self._position, self._purpose, self._forced = np.zeros((3, 0), np.int32)
+        self._greedy = False
 
     @property
     def tokens(self) -> int:
@@ -180,9 +193,8 @@ class Selector:
         R, num_top, masked = len(s.columns), max(s.num_top, 0), s.mask is not None
         assert self._selected >= R
         assert num_top <= MAX_TOP
-        assert s.forced.max(initial=-1) < self._V
         self._fill(s)
-        greedy = s.num_top < 0 and not s.temperature.any()
+        greedy = s.num_top < 0 and self._greedy
         graph = self._graphs.get((R, masked, greedy)) if num_top == 0 else None
         if graph is None:
             shape = SelectionShape(R, self._V, self._logits_nbytes, num_top, greedy)
@@ -213,9 +225,12 @@ class Selector:
         """The records of draws; what requests say stays from round to round, in the same arrays."""
         if s.temperature is not self._known:
             self._known, self._draws = s.temperature, draw_records(s)
-        draws = self._draws
-        draws["position"], draws["purpose"], draws["forced"] = s.positions, s.purposes, s.forced
-        return draws
+            self._greedy = not s.temperature.any()
+            names = ("position", "purpose", "forced")
+            self._position, self._purpose, self._forced = (self._draws[name] for name in names)
+        self._position[:], self._purpose[:], self._forced[:] = s.positions, s.purposes, s.forced
+        assert int(self._forced.max(initial=-1)) < self._V
+        return self._draws
 
     def reset(self, lanes: Sequence[int]) -> None:
         """Zero the counts of lanes."""
