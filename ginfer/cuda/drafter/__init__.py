@@ -1,0 +1,1 @@
+"""The DFlash2 drafter on the GPU: its context, its block, candidates and the path through them."""
