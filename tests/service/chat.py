@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MODEL = "qwen3.8-demo"
+OCCUPYING = 16_000  # tokens of a request that holds the lane of the narrow server
 STOP_IDS = (4098, 4096)
 # Greedy answers of the demo model with wide margins, thinking off.
 ANSWERS = {

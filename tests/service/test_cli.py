@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -206,7 +206,7 @@ def test_chat_on_a_terminal_dims_reasoning_and_stops_on_ctrl_c():
     options = ("--greedy", "--max-new", "2000")
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
     plain = {**os.environ, "TERM": "dumb"}  # line editing draws nothing of its own
-    with start("chat", DEMO_PACKAGE, *options, env=plain, **streams) as process:
+    with start("chat", DEMO_PACKAGE, *options, env=plain, **streams) as process, killed(process):
         os.close(slave)
         seen = read_until(master, "> ")
         os.write(master, b"Hello!\n")
@@ -223,6 +223,16 @@ def test_chat_on_a_terminal_dims_reasoning_and_stops_on_ctrl_c():
     assert "\x1b[0m" in seen
 
 
+@contextmanager
+def killed(process):
+    """When a check fails, nobody waits for the process."""
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
+
+
 def read_until(fd, text):
     """Terminal output up to and including `text`."""
     seen = ""
@@ -236,7 +246,10 @@ def read_until(fd, text):
 def test_ctrl_c_ends_a_run_quietly():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     story = "Write a long story about the sea with a hero called Mia."
-    with start(DEMO_PACKAGE, "--prompt", story, "--no-thinking", **pipes) as process:
+    with (
+        start(DEMO_PACKAGE, "--prompt", story, "--no-thinking", **pipes) as process,
+        killed(process),
+    ):
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
@@ -255,7 +268,8 @@ def test_make_run_once_streams_one_answer():
 
 def test_make_run_stays_until_it_is_interrupted():
     command = [sys.executable, "-u", "-m", "scripts.run_demo"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, text=True, cwd=ROOT) as process, killed(process):
         lines = iter(process.stdout.readline, "")
         assert any(line.startswith("Serving") for line in lines)
         process.send_signal(signal.SIGINT)

@@ -35,6 +35,13 @@ def frail(fault: Path) -> Iterator[Server]:
             yield running
 
 
+def _ask_for(fault: Path, text: str) -> None:
+    """Ask for a fault. The file appears with all its text: the engine looks at every round."""
+    whole = fault.with_suffix(".whole")
+    whole.write_text(text)
+    whole.rename(fault)
+
+
 def _hello(server: Server) -> str:
     status, body = server.post(ask("Hello!"))
     assert status == 200, body
@@ -50,7 +57,7 @@ def test_a_value_that_is_no_number_costs_its_request_alone(frail: Server, fault:
         with closing(readers[0]) as a, closing(readers[1]) as b:
             streams = [a.events(), b.events()]
             seen = [[next(events) for _ in range(4)] for events in streams]
-            fault.write_text("nan 1")
+            _ask_for(fault, "nan 1")
             for got, events in zip(seen, streams, strict=True):
                 got += events
     ends = sorted((got[-1] for got in seen), key=str)
@@ -71,7 +78,7 @@ def test_a_lost_device_costs_the_running_requests_and_a_restart(frail: Server, f
         with closing(SseReader(sock)) as reader:
             events = reader.events()
             seen = [next(events) for _ in range(5)]
-            fault.write_text("trap")
+            _ask_for(fault, "trap")
             seen += events
     assert text_of(seen)
     error = seen[-1]["error"]

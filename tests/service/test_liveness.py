@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from tests.service.chat import ANSWERS, SseReader, ask, endless, head, send, text_of
+from tests.service.chat import (
+    ANSWERS,
+    OCCUPYING,
+    SseReader,
+    ask,
+    endless,
+    head,
+    send,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +43,7 @@ def _streaming(server: Server, request: dict[str, Any], **options: int) -> Itera
 def _occupied(server: Server) -> Iterator[SseReader]:
     """The one lane of the narrow server is taken for longer than any test takes."""
     server.settle()
-    with _streaming(server, endless(8000)) as reader:
+    with _streaming(server, endless(OCCUPYING)) as reader:
         blocks = reader.blocks()
         next(blocks)
         server.wait_metric(RUNNING, 1)

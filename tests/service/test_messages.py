@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tests.service.chat import SseReader, endless, head, send
+from tests.service.chat import OCCUPYING, SseReader, endless, head, send
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,7 +29,7 @@ def occupied(server: Server) -> Iterator[None]:
     """The one lane of the narrow server is taken for longer than any test takes."""
     server.settle()
     with server.connect() as sock:
-        send(sock, endless(8000) | {"stream": True})
+        send(sock, endless(OCCUPYING, stream=True))
         with closing(SseReader(sock)) as reader:
             next(reader.blocks())
             server.wait_metric("ginfer_engine_running", 1)
