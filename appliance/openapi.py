@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from appliance.errors import ERROR_BODIES, HttpError, body_of
@@ -19,6 +18,7 @@ from appliance.protocols import (
 )
 from appliance.protocols.fields import Field, Verdict
 from appliance.protocols.responses import fields as responses_fields
+from ginfer import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -59,7 +59,7 @@ def document(routes: Iterable[Route], model_id: str) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "GInfer",
-            "version": version("ginfer"),
+            "version": __version__,
             "description": f"Serves {model_id}. Every field is obeyed exactly, refused by name, or "
             "accepted without effect and reported.",
         },

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from appliance import logs
+from ginfer import __version__
 from ginfer.errors import UnavailableError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ async def report_start(context: ServerContext) -> None:
     server = {k: v for k, v in vars(config).items() if k not in SECRET_FIELDS}
     context.request_log.write(
         "server_start",
-        server=server | {"version": version("ginfer"), "num_keys": len(context.keys)},
+        server=server | {"version": __version__, "num_keys": len(context.keys)},
         artifact={
             "package": config.engine.package.name,
             "model_id": info.model_id,

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from ginfer.engine import bench
     from ginfer.engine.engine import Engine
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ArtifactError",
     "Channel",
@@ -80,6 +82,7 @@ __all__ = [
     "UnavailableError",
     "UnsupportedError",
     "Usage",
+    "__version__",
     "bench",
 ]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import jsonschema
 import pytest
 
-from appliance.openapi import TABLES, body_schema, field_schema
+from appliance.openapi import TABLES, body_schema, document, field_schema
 from appliance.protocols.fields import Field, Verdict, check_fields
+from ginfer import __version__
 from ginfer.errors import RequestError
 
 if TYPE_CHECKING:
@@ -56,3 +58,15 @@ def test_the_body_is_closed_and_complete(table: Mapping[str, Field]) -> None:
         check_fields({"surprise": 1}, table)
     stated = [n for n, s in schema["properties"].items() if set(s) - {"description"}]
     assert len(stated) > len(table) / 2, "most fields say more than words"
+
+
+def test_the_version_is_that_of_the_distribution_and_needs_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert metadata.version("ginfer") == __version__
+
+    def missing(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    assert document([], "m")["info"]["version"] == __version__
