@@ -1,7 +1,15 @@
 """The drafter's kernels with emulated threads, against float64 and the CPU image."""
 
+from dataclasses import replace
+
 import pytest
 
+from ginfer.cuda.drafter.weights import upload_drafter
+from ginfer.cuda.runtime.queue import Queue
+from ginfer.cuda.runtime.stream import Stream
+from ginfer.errors import ArtifactError, ConfigError
+from ginfer.models.dflash2 import QWEN_DEMO_DRAFTER
+from scripts.random_models import MODELS
 from tests.drafter_cases import (
     check_block_attention,
     check_candidates,
@@ -11,7 +19,11 @@ from tests.drafter_cases import (
     check_silu_up,
     check_tap,
 )
+from tests.drafter_world import DrafterPair, random_drafter
+from tests.host.cuda import emulated_device
 from tests.host.cuda.emulator import Emulator
+
+TARGET = MODELS[0]
 
 
 @pytest.fixture
@@ -50,3 +62,40 @@ def test_candidates_are_the_best_ids(run, V):
 
 def test_paths_are_those_of_the_cpu_image_from_the_scores_on(run):
     check_paths(run, 2, 3, 300, 64)
+
+
+SPEC = replace(
+    QWEN_DEMO_DRAFTER,
+    num_layers=1,
+    hidden_size=TARGET.hidden_size,
+    vocab_size=TARGET.vocab_size,
+    mask_id=250,
+    tapped_layers=(0, 1),
+    mlp_width=128,
+    window=128,
+    selector_rank=24,
+)
+
+
+@pytest.fixture
+def queue(monkeypatch):
+    driver = emulated_device.install(monkeypatch)
+    return Queue(emulated_device.Image(driver), Stream())
+
+
+def test_drafts_are_those_of_the_cpu_image(queue):
+    tensors = random_drafter(TARGET, SPEC, "q4")
+    pair = DrafterPair(TARGET, SPEC, tensors, queue=queue, num_sms=2, max_tokens=512)
+    pair.extend([(1, 0, 4, 3)])
+    equal, total = pair.check([1], [3], 2)
+    assert equal == total
+    pair.close()
+
+
+def test_what_lacks_or_has_no_kernel_is_named(queue):
+    tensors = random_drafter(TARGET, SPEC, "q4")
+    lost = [t for t in tensors if t.name != "dflash2/layers/0/self_attn/k_proj"]
+    with pytest.raises(ArtifactError, match="k_proj is missing"):
+        upload_drafter(SPEC, lost, queue.stream, lambda _: None)
+    with pytest.raises(ConfigError, match="heads of 128 dims"):
+        upload_drafter(replace(SPEC, head_dim=64), tensors, queue.stream, lambda _: None)
