@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 from numba import get_num_threads
 
-from ginfer.batch import DraftBatch
+from ginfer.batch import DraftBatch, ForwardBatch, Phase
 from ginfer.cpu.drafter import CpuDrafter
 from ginfer.cpu.selector import Anchors
 from ginfer.cpu.weights import bind
 from ginfer.cuda.drafter.context import ContextColumns
 from ginfer.cuda.drafter.drafter import Drafter, Target, draft_rows, drafter_nbytes
+from ginfer.cuda.drafter.prompt import PromptContext, prompt_nbytes
 from ginfer.cuda.drafter.weights import upload_drafter
 from ginfer.cuda.runtime.memory import Arena, Slice
 from ginfer.cuda.weights import upload
@@ -40,6 +41,15 @@ def random_drafter(target, spec, weights):
     return packed_drafter(contract, arrays, f"groupwise-int-dflash2-{weights}")
 
 
+def _columns(rows):
+    """(lane, row, token) of columns, [T] int32 each, and where rows begin."""
+    indptr = np.cumsum([0, *(n for _, _, n, _ in rows)])
+    row = np.repeat(np.arange(len(rows), dtype=np.int32), np.diff(indptr))
+    token = np.concatenate([np.arange(first, first + n) for _, first, n, _ in rows])
+    lanes = np.array([r[0] for r in rows], np.int32)
+    return lanes[row], row, token.astype(np.int32), indptr
+
+
 class DrafterPair:
     """Drafters of both images for a random target. tensors: of the drafter."""
 
@@ -51,7 +61,10 @@ class DrafterPair:
         self.cpu.allocate(num_lanes=LANES, max_columns=128, threads=get_num_threads())
         weights = upload_drafter(spec, tensors, queue.stream, lambda _: None)
         self.model = upload(model.spec, text, queue.stream, lambda _: None)
-        sizes = drafter_nbytes(spec, LANES, max_tokens)
+        sizes = {
+            **drafter_nbytes(spec, LANES, max_tokens),
+            **prompt_nbytes(spec, LANES, 128),
+        }
         logits = draft_rows(spec, LANES) * spec.vocab_size * 4
         self.memory = Arena(sum(sizes.values()) + logits + 128 * C * 2 + 2 * MIB, "drafter")
         take = self.memory.take
@@ -71,22 +84,23 @@ class DrafterPair:
         )
         self.cuda = Drafter(spec, weights, queue=queue, num_sms=num_sms)
         self.cuda.allocate(self.memory, target, lanes=LANES, max_tokens=max_tokens)
+        self.prompt = PromptContext(spec, weights, queue=queue, num_sms=num_sms)
+        self.prompt.allocate(
+            self.memory,
+            self.cuda.rings,
+            self.cuda.key_norms,
+            hidden=self.hidden.address,
+            lanes=LANES,
+            max_columns=128,
+        )
         self.arenas = (weights.arena, self.model.arena, self.memory)
         self.rng = np.random.default_rng(11)
 
     def extend(self, rows):
         """Rows of random streams: (lane, first token, columns, how many are used) each."""
-        d, T = self.spec, sum(n for _, _, n, _ in rows)
-        last = max(d.tapped_layers)
-        for layer in range(last + 1):
-            bits = bf16_bits(self.rng.standard_normal((128, d.hidden_size)).astype(np.float32))
-            self.hidden.write(bits)
-            self.cuda.tap(layer, T)
-            self.queue.stream.synchronize()
-            self.cpu.tap(np.ascontiguousarray(bf16_to_f32(bits)[:T]), layer)
-        indptr = np.cumsum([0, *(n for _, _, n, _ in rows)])
-        token = np.concatenate([np.arange(first, first + n) for _, first, n, _ in rows])
-        row = np.repeat(np.arange(len(rows)), np.diff(indptr))
+        T = sum(n for _, _, n, _ in rows)
+        self._tap(T, lambda layer: self.cuda.tap(layer, T))
+        lanes, row, token, indptr = _columns(rows)
         table = np.zeros(self.columns.shape, np.int32)
         table[:T], table[128 : 128 + T] = row, token
         for i, (lane, first, _, used) in enumerate(rows):
@@ -96,10 +110,39 @@ class DrafterPair:
         places = (256, 256 + LANES, 256 + 2 * LANES)
         self.cuda.extend(ContextColumns(at, at + 4 * 128, *(at + 4 * p for p in places)), T)
         self.queue.stream.synchronize()
-        kept = [c for (_, _, _, n), c in zip(rows, indptr) for c in range(c, c + n)]
-        lanes = np.array([rows[r][0] for r in row], np.int32)
-        kept = np.array(kept, np.int32)
-        self.cpu.extend(kept, lanes[kept], token[kept].astype(np.int32))
+        used = [c for (_, _, _, n), c in zip(rows, indptr) for c in range(c, c + n)]
+        used = np.array(used, np.int32)
+        self.cpu.extend(used, lanes[used], token[used])
+
+    def extend_prompt(self, rows):
+        """Prompts: (lane, first token, columns) each."""
+        rows = [(*r, r[2]) for r in rows]
+        lanes, row, token, indptr = _columns(rows)
+        i32 = lambda values: np.array(list(values), np.int32)  # noqa: E731
+        batch = ForwardBatch(
+            phase=Phase.PREFILL,
+            token_ids=np.zeros(len(row), np.int32),
+            positions=np.zeros((3, len(row)), np.int32),
+            row_indptr=indptr.astype(np.int32),
+            starts=i32(r[1] for r in rows),
+            page_table=np.zeros((len(rows), 1), np.int32),
+            state_in=i32(r[0] for r in rows),
+            state_out=i32(r[0] + LANES for r in rows),
+        )
+        self.prompt.begin(batch)
+        self._tap(len(row), self.prompt.tap)
+        self.prompt.extend()
+        self.queue.stream.synchronize()
+        self.cpu.extend(np.arange(len(row), dtype=np.int32), lanes, token)
+
+    def _tap(self, T, tap):
+        for layer in range(max(self.spec.tapped_layers) + 1):
+            values = self.rng.standard_normal((128, self.spec.hidden_size)).astype(np.float32)
+            bits = bf16_bits(values)
+            self.hidden.write(bits)
+            tap(layer)
+            self.queue.stream.synchronize()
+            self.cpu.tap(np.ascontiguousarray(bf16_to_f32(bits)[:T]), layer)
 
     def propose(self, lanes, starts, num_drafts, temperature=0.0):
         """(drafts of the CUDA image, paths of the CPU image, hidden states of both) of rows."""
@@ -141,5 +184,6 @@ class DrafterPair:
 
     def close(self):
         self.cuda.close()
+        self.prompt.close()
         for arena in self.arenas:
             arena.close()

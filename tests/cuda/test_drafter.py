@@ -97,7 +97,9 @@ def test_drafts_are_those_of_the_cpu_image(image, stream, device, weights):
         num_sms=device.info.num_sms,
         max_tokens=1024,
     )
-    equal = total = at = 0
+    equal = total = 0
+    at = 50
+    pair.extend_prompt([(0, 0, at), (2, 0, at)])
     for step in (1, 2, 30, 8, 40, 40, 40, 40, 40, 40, 40, 40):
         pair.extend([(0, at, step, step), (2, at, step + 1, step)])
         at += step

@@ -148,6 +148,7 @@ class Drafter:
         for place, values in zip(places, tables, strict=True):
             place.array(values.shape, np.float32).write(values)
         self._angles = (places[0].address, places[1].address)
+        self.key_norms = KeyNorms(self._w.k_norms, self._angles, d.norm_eps)
         self._tables = Tables(_table_words(d, lanes), memory, stream)
         self._scratch = DecodeScratch(workspace=self._at["slices"], counters=self._at["counters"])
         self.rings = Rings(self._at["rings"], d.num_layers, d.num_kv_heads, d.ring_tokens, d.window)
@@ -192,9 +193,8 @@ class Drafter:
         shape = (T, d.hidden_size)
         rms_norm(self._queue, at["normed"], at["results"], w.hidden_norm, shape=shape, how=how)
         self._linear("context", "normed", w.context, T)
-        norms = KeyNorms(w.k_norms, self._angles, d.norm_eps)
-        rings, kv = self.rings, at["context"]
-        append_context(self._queue, rings, kv, T=T, columns=columns, norms=norms)
+        kv, norms = at["context"], self.key_norms
+        append_context(self._queue, self.rings, kv, T=T, columns=columns, norms=norms)
 
     def fill(self, batch: DraftBatch) -> None:
         """Send the tables of a draft."""
