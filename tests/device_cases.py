@@ -274,7 +274,7 @@ def run_selection(run, logits, batch, counts, V):
     bias = [np.append(a, 0).astype(a.dtype) for a in (batch.bias_ids, batch.bias_values)]
     mask = 0 if batch.mask is None else batch.mask
     pitch = logits.shape[1] * 4
-    tables = (logits, draws, mask, *bias, counts, V, pitch, 2)
+    tables = (logits, draws, mask, *bias, counts, 0, 0, V, pitch, 2)
     run(selection_keys_kernel(early), R * 2, raw, adjusted, states, *tables)
     run(selection_bins_kernel(early), R * 2, states, raw, adjusted, draws, S, 2)
     run(selection_sift_kernel(early), R * 2, states, few, adjusted, draws, S, 2)

@@ -7,6 +7,7 @@ from ginfer.cuda.attention.decode_launch import SMALL, decode_kernel, large_tile
 from ginfer.cuda.attention.prefill import form_of
 from ginfer.cuda.gdn.chunk import form_of as chunk_form
 from ginfer.cuda.runtime.queue import starts_early
+from tests.acceptance_cases import check_acceptance, random_verification
 from tests.attention_cases import (
     attention_decode,
     attention_prefill,
@@ -219,3 +220,12 @@ def test_choices_equal_those_of_the_cpu_image(run, V, seeds):
         if seed == 1:
             logits[2, V // 2] = float("inf")
         check_selection(run, logits, batch, counts, V)
+
+
+@pytest.mark.parametrize(("V", "seeds"), [(37, 8), (4111, 8), (248_077, 4)])
+def test_rows_go_as_far_as_on_the_cpu_image(run, V, seeds):
+    for seed in range(seeds):
+        v = random_verification(seed, V, [5, 3, 16, 8, 1, 2], masked=seed % 3 == 2)
+        if seed == 1:
+            v.logits[6, 5] = float("nan")
+        check_acceptance(run, v, V, blocks=16)

@@ -43,11 +43,13 @@ from ginfer.cuda.sampling.keys import (
     DRAW_NBYTES,
     FORCED,
     GATHERED,
+    HOW,
     LEAST,
     MASS,
     NO_ID,
     POSITION,
     PURPOSE,
+    REJECTS,
     ROW,
     SEED,
     STATE_NBYTES,
@@ -58,8 +60,9 @@ from ginfer.cuda.sampling.keys import (
 from ginfer.cuda.sampling.sift import FRACTION, MOST, span_of
 
 FEW = 2 * MOST  # candidates of a top-k that are gathered, in the place of the sifted ones
-# bytes of a row's result: id, whether it is sound, bits of its logit, best raw key, raw mass
-RESULT_NBYTES, ID, SOUND, LOGIT, BEST_KEY, TOTAL = 32, 0, 4, 8, 12, 16
+# bytes of a row's result: id, whether it is sound, bits of its logit, best raw key, raw mass; of
+# the first column of a row that is verified, the drafts that were accepted
+RESULT_NBYTES, ID, SOUND, LOGIT, BEST_KEY, TOTAL, ACCEPTED = 32, 0, 4, 8, 12, 16, 24
 
 
 @cuda.jit(device=True, inline="always")
@@ -169,7 +172,7 @@ def draw_key(shared, source, few, draw, best, thread):
 
 
 @cuda.jit(device=True, inline="always")
-def _sort(shared, few, n, scale, thread):
+def sort(shared, few, n, scale, thread):
     """The n candidates of `sampling.sift` in order: entries [MOST] u64, then their weights."""
     entries, weights = uint32(shared + uint32(MOST * 8)), uint32(shared + uint32(MOST * 16))
     i = thread
@@ -192,7 +195,7 @@ def _sort(shared, few, n, scale, thread):
 
 
 @cuda.jit(device=True, inline="always")
-def _reach(weights, running, wanted, n):
+def reach(weights, running, wanted, n):
     """(place, running weight) where the running weight first reaches `wanted`; the last place."""
     i = uint32(0)
     running += ld_shared_u64(weights)
@@ -221,12 +224,12 @@ def _draw_few(shared, draw, n, total, above):
         heavy = kept
     if ld_global_u32(draw + CUTS) != uint32(0):
         wanted = max(mul_shift(ld_global_u64(draw + TOP_P), kept, int64(FRACTION), 40), int64(1))
-        _, kept = _reach(weights, int64(0), wanted, n)
+        _, kept = reach(weights, int64(0), wanted, n)
     bits = uniform_bits(
         ld_global_u64(draw + SEED), ld_global_u32(draw + POSITION), ld_global_u32(draw + PURPOSE)
     )
     wanted = mul_shift(bits, min(kept, heavy), int64(0), 24) + int64(1)
-    place, _ = _reach(weights, above, wanted, n)
+    place, _ = reach(weights, above, wanted, n)
     entry = ld_shared_u64(uint32(shared + uint32(MOST * 8) + place * uint32(8)))
     return uint32(uint32(entry) ^ uint32(NO_ID))
 
@@ -242,11 +245,30 @@ def _drawn_id(shared, source, few, draw, state, thread):
         return nth_id(shared, source, key, rank, thread)
     span = span_of(shared, draw, state, thread)
     cuda.syncthreads()
-    _sort(shared, few, n, scale, thread)
+    sort(shared, few, n, scale, thread)
     if thread == 0:
         st_shared_u32(note, _draw_few(shared, draw, n, span[3], span[4]))
     cuda.syncthreads()
     return ld_shared_u32(note)
+
+
+@cuda.jit(device=True, inline="always")
+def give(to, token, sound, state, logits):
+    """Write a row's result; logits: the row's."""
+    if token == uint32(NO_ID):
+        token = uint32(0)
+    st_global_u32(to + ID, token)
+    st_global_u32(to + SOUND, uint32(1) if sound else uint32(0))
+    st_global_u32(to + LOGIT, ld_global_u32(logits + int64(token) * 4))
+    st_global_u32(to + BEST_KEY, ld_global_u32(state + BEST_RAW))
+    st_global_u64(to + TOTAL, ld_global_u64(state + MASS))
+
+
+@cuda.jit(device=True, inline="always")
+def is_sound(state):
+    """Whether a row has a legal id, and no logit that is not finite."""
+    bad, best = ld_global_u32(state + BAD), ld_global_u32(state + BEST_RAW)
+    return bad == uint32(0) and best != uint32(0)
 
 
 @kernel(*(int64,) * 8, *(uint32,) * 3)
@@ -256,7 +278,8 @@ def selection_choose_kernel(early: int):  # type: ignore[no-untyped-def]
 
     results: [R] records. tokens: [lanes] u32, the chosen id of each lane, left alone when the row
     is not sound. few: [R][MOST] u64 of `sampling.sift`, scratch afterwards. counts: [lanes][V] u32,
-    one is added for a sound row.
+    one is added for a sound row. Columns that are verified leave tokens and counts to
+    `sampling.acceptance`, those that reject their results to `sampling.rejection`.
     """
     start, shared_words = follow(early), max(SHARED_NBYTES, MOST * 24 + 8) // 8
 
@@ -269,30 +292,23 @@ def selection_choose_kernel(early: int):  # type: ignore[no-untyped-def]
         row, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
         draw, state = draws + int64(row) * DRAW_NBYTES, states + int64(row) * STATE_NBYTES
         few += int64(row) * (MOST * 8)
-        sound = ld_global_u32(state + BAD) == uint32(0)
-        sound = sound and ld_global_u32(state + BEST_RAW) != uint32(0)
+        sound, how = is_sound(state), ld_global_u32(draw + HOW)
         token = ld_global_u32(draw + FORCED)
-        if sound and token == uint32(NO_ID):
-            if ld_global_f32(draw + TEMPERATURE) == float32(0.0):
-                token = uint32(ld_global_u32(state + BEST) ^ uint32(NO_ID))
-            else:
-                source = (adjusted + int64(row) * int64(S) * 4, S)
-                token = _drawn_id(shared, source, few, draw, state, thread)
-        if thread == 0:
-            if token == uint32(NO_ID):
-                token = uint32(0)
-            to = results + int64(row) * RESULT_NBYTES
-            st_global_u32(to + ID, token)
-            st_global_u32(to + SOUND, uint32(1) if sound else uint32(0))
-            at = logits + int64(row) * int64(logits_nbytes) + int64(token) * 4
-            st_global_u32(to + LOGIT, ld_global_u32(at))
-            st_global_u32(to + BEST_KEY, ld_global_u32(state + BEST_RAW))
-            st_global_u64(to + TOTAL, ld_global_u64(state + MASS))
-            if sound:
-                lane = ld_global_u32(draw + ROW)
-                at = counts + (int64(lane) * int64(V) + int64(token)) * 4
-                red_global_add_u32(at, uint32(1))
-                st_global_u32(row_of_32(tokens, lane), token)
+        if how & uint32(REJECTS) == uint32(0):
+            if sound and token == uint32(NO_ID):
+                if ld_global_f32(draw + TEMPERATURE) == float32(0.0):
+                    token = uint32(ld_global_u32(state + BEST) ^ uint32(NO_ID))
+                else:
+                    source = (adjusted + int64(row) * int64(S) * 4, S)
+                    token = _drawn_id(shared, source, few, draw, state, thread)
+            if thread == 0:
+                row_logits = logits + int64(row) * int64(logits_nbytes)
+                give(results + int64(row) * RESULT_NBYTES, token, sound, state, row_logits)
+                if sound and how == uint32(0):
+                    lane = ld_global_u32(draw + ROW)
+                    at = counts + (int64(lane) * int64(V) + int64(token)) * 4
+                    red_global_add_u32(at, uint32(1))
+                    st_global_u32(row_of_32(tokens, lane), token)
 
     return Build(selection_choose, THREADS)
 

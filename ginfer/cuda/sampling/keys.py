@@ -1,8 +1,9 @@
 """First pass of selection: legal ids as keys, raw and adjusted, and the best of them.
 
-adjusted = logit + bias - presence (if generated) - frequency * times generated. Many blocks per
-row; what they find of a row meets in its state: the best raw key, the best adjusted key with the
-lowest id that has it, whether a logit is not finite.
+adjusted = logit + bias - presence (if generated) - frequency * times generated; to a column that is
+verified the tokens of its row before it are generated. Many blocks per row; what they find of a row
+meets in its state: the best raw key, the best adjusted key with the lowest id that has it, whether
+a logit is not finite.
 
 Legend: R rows, V legal ids, S places of a row of keys (V rounded up to 4; the last ones hold 0).
 Oracle: tests.oracles.sampling; the same numbers as `ginfer.cpu.sampling`.
@@ -36,21 +37,34 @@ NO_ID = 0xFFFFFFFF
 # bytes of a row's record, see `ginfer.cuda.sampling.launch.DRAW`
 DRAW_NBYTES, ROW, TOP_K, TEMPERATURE, PRESENCE, FREQUENCY, FORCED = 80, 0, 4, 8, 12, 16, 20
 POSITION, PURPOSE, SEED, TOP_P, LEAST, CUTS, BIAS = 24, 28, 32, 40, 48, 56, 60
+PATH, HOW = 68, 72
+DRAFTED, VERIFIED, REJECTS = 1, 2, 4  # bits of HOW: a draft follows, one of many, its rule
+MOST_PATH = 16  # columns of a row that is verified
 # and of its state: best raw key, gathered candidates, a flag, mass of the raw keys, best adjusted
 # key << 32 | ~id, the bins of `sampling.sift`
 BEST_RAW, GATHERED, BAD, MASS, BEST, BEST_ADJUSTED, BINS = 0, 4, 8, 16, 24, 28, 32
 STATE_NBYTES = BINS + 2048 * 12
 
 
-@kernel(*(int64,) * 9, *(uint32,) * 3)
+@cuda.jit(device=True, inline="always")
+def token_of(ids, tokens, column):
+    """The token of a column: an id, or ~n for word n of `tokens`."""
+    word = ld_global_u32(ids + int64(column) * 4)
+    if word >> uint32(31):
+        word = ld_global_u32(tokens + int64(uint32(word ^ uint32(NO_ID))) * 4)
+    return word
+
+
+@kernel(*(int64,) * 11, *(uint32,) * 3)
 def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
-    """Arguments raw, adjusted, states, logits, draws, mask, bias_ids, bias_values, counts, V,
-    bytes of a row of logits, blocks of a row.
+    """Arguments raw, adjusted, states, logits, draws, mask, bias_ids, bias_values, counts, ids,
+    tokens, V, bytes of a row of logits, blocks of a row.
 
     raw, adjusted: [R][S] u32. states: zeroed. mask: [R][ceil(V / 32)] u32 or 0. counts: [lanes][V]
-    u32. draws: records whose bias is a range of bias_ids and bias_values.
+    u32. draws: records whose bias is a range of bias_ids and bias_values, and whose path is that
+    many columns before this one; ids, tokens: as the embedding reads them, for columns with a path.
     """
-    start = follow(early)
+    start, words = follow(early), 4 + MOST_PATH
 
     @cuda.jit(device=True, inline="always")
     def raw_of(logits, mask, i):
@@ -66,11 +80,16 @@ def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
         return key_of(x), uint32(0)
 
     @cuda.jit(device=True, inline="always")
-    def adjust(value, draw, counts, i):
-        """The key of a value less the penalties of its id."""
+    def adjust(value, draw, counts, before, length, i):
+        """The key of a value less the penalties of its id; before: the ids of the path."""
         presence, frequency = ld_global_f32(draw + PRESENCE), ld_global_f32(draw + FREQUENCY)
         if presence != float32(0.0) or frequency != float32(0.0):
             n = ld_global_u32(counts + int64(i) * 4)
+            c = uint32(0)
+            while c < length:
+                if ld_shared_u32(uint32(before + c * uint32(4))) == i:
+                    n = uint32(n + uint32(1))
+                c = uint32(c + uint32(1))
             if n > uint32(0):
                 value = add_rn_f32(value, -presence)
                 value = add_rn_f32(value, -mul_rn_f32(frequency, float32(n)))
@@ -87,21 +106,28 @@ def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
         bias_ids,
         bias_values,
         counts,
+        ids,
+        tokens,
         V,
         logits_nbytes,
         blocks,
     ):
-        found = shared_address(cuda.shared.array(4, uint32))
+        found = shared_address(cuda.shared.array(words, uint32))
         start()
         row = div_u32(uint32(cuda.blockIdx.x), blocks)
         block, thread = uint32(uint32(cuda.blockIdx.x) - row * blocks), uint32(cuda.threadIdx.x)
         if thread < uint32(4):
             st_shared_u32(uint32(found + thread * uint32(4)), uint32(0))
+        draw, before = draws + int64(row) * DRAW_NBYTES, uint32(found + uint32(16))
+        length = ld_global_u32(draw + PATH)
+        if thread < length:
+            word = token_of(ids, tokens, uint32(row - thread))
+            st_shared_u32(uint32(before + thread * uint32(4)), word)
         cuda.syncthreads()
         S = uint32((V + uint32(3)) & uint32(0xFFFFFFFC))
         share = div_u32(uint32(S + blocks - uint32(1)), blocks)
         first, stop = uint32(block * share), min(uint32((block + uint32(1)) * share), S)
-        draw, state = draws + int64(row) * DRAW_NBYTES, states + int64(row) * STATE_NBYTES
+        state = states + int64(row) * STATE_NBYTES
         logits += int64(row) * int64(logits_nbytes)
         counts += int64(ld_global_u32(draw + ROW)) * int64(V) * 4
         raw += int64(row) * int64(S) * 4
@@ -117,7 +143,7 @@ def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
                 bad |= wrong
                 best = max(best, key)
                 if key != uint32(0):
-                    other = adjust(value_of(key), draw, counts, i)
+                    other = adjust(value_of(key), draw, counts, before, length, i)
             st_global_u32(raw + int64(i) * 4, key)
             st_global_u32(adjusted + int64(i) * 4, other)
             if other > top:
@@ -134,7 +160,8 @@ def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
                     key = ld_global_u32(raw + int64(i) * 4)
                     if key != uint32(0):
                         value = add_rn_f32(value_of(key), ld_global_f32(bias_values + int64(b) * 4))
-                        st_global_u32(adjusted + int64(i) * 4, adjust(value, draw, counts, i))
+                        key = adjust(value, draw, counts, before, length, i)
+                        st_global_u32(adjusted + int64(i) * 4, key)
                 b = uint32(b + uint32(THREADS))
             cuda.syncthreads()
             top, lowest = uint32(0), uint32(NO_ID)

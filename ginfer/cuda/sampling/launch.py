@@ -40,7 +40,9 @@ DRAW = np.dtype(  # as `sampling.keys` reads it
         ("least", "<u8"),
         ("cuts", "<u4"),
         ("bias", "<i4", 2),
-        ("rest", "<i4", 3),
+        ("path", "<i4"),
+        ("how", "<u4"),
+        ("rest", "<i4"),
     ]
 )
 RESULT = np.dtype(  # as `sampling.choose` writes it
@@ -50,7 +52,8 @@ RESULT = np.dtype(  # as `sampling.choose` writes it
         ("logit", "<f4"),
         ("best", "<u4"),
         ("mass", "<u8"),
-        ("rest", "<u8"),
+        ("accepted", "<i4"),
+        ("rest", "<i4"),
     ]
 )
 
@@ -126,7 +129,8 @@ def scratch_nbytes(R: int, V: int, most_top: int) -> dict[str, int]:
 @dataclass(frozen=True)
 class SelectionTables:
     """Device addresses: draws [R] records, mask [R][ceil(V / 32)] or 0, bias ids and values, counts
-    [lanes][V] u32, results [R] records, tokens [lanes] u32."""
+    [lanes][V] u32, results [R] records, tokens [lanes] u32; ids [R] of the columns where they have
+    a path."""
 
     draws: int
     mask: int
@@ -135,18 +139,26 @@ class SelectionTables:
     counts: int
     results: int
     tokens: int
+    ids: int = 0
 
 
 @dataclass(frozen=True)
 class SelectionShape:
     """R rows of V legal ids; bytes of a row of logits; best ids wanted (0: none); whether all that
-    is wanted are the best ids of rows of temperature 0, without log-probabilities."""
+    is wanted are the best ids of rows of temperature 0, without log-probabilities; whether some row
+    follows the rejection rule."""
 
     R: int
     V: int
     logits_nbytes: int
     num_top: int = 0
     greedy: bool = False
+    rejects: bool = False
+
+
+def blocks_of_row(R: int) -> int:
+    """Blocks of a row in passes over many blocks."""
+    return max(BLOCKS // R, LEAST_BLOCKS)
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
@@ -169,13 +181,22 @@ def select(
 ) -> None:
     """Choose one id for each of R rows of logits [R] FP32."""
     t, s, R, S, early = tables, scratch, shape.R, align_up(shape.V, 4), queue.early
-    blocks = max(BLOCKS // R, LEAST_BLOCKS)
+    blocks = blocks_of_row(R)
     set_bytes(s.states.part(0, R * STATE_NBYTES), 0, queue.stream)
     queue.launch(
         selection_keys_kernel(early),
         (R * blocks,),
         *(s.raw.address, s.adjusted.address, s.states.address, logits, t.draws, t.mask),
-        *(t.bias_ids, t.bias_values, t.counts, shape.V, shape.logits_nbytes, blocks),
+        *(
+            t.bias_ids,
+            t.bias_values,
+            t.counts,
+            t.ids,
+            t.tokens,
+            shape.V,
+            shape.logits_nbytes,
+            blocks,
+        ),
     )
     if not shape.greedy:
         share, keys = (t.draws, S, blocks), s.adjusted.address

@@ -51,11 +51,13 @@ from ginfer.cuda.sampling.keys import (
     CUTS,
     DRAW_NBYTES,
     GATHERED,
+    HOW,
     LEAST,
     MASS,
     NO_ID,
     POSITION,
     PURPOSE,
+    REJECTS,
     SEED,
     STATE_NBYTES,
     TEMPERATURE,
@@ -126,7 +128,7 @@ def selection_bins_kernel(early: int):  # type: ignore[no-untyped-def]
 
 
 @cuda.jit(device=True, inline="always")
-def _load_bins(shared, state, thread):
+def load_bins(shared, state, thread):
     """The bins of a row to shared memory, summed in groups."""
     for j in range(DIGITS // THREADS):
         digit = uint32(thread + uint32(j * THREADS))
@@ -148,31 +150,36 @@ def total_weight(shared):
 
 
 @cuda.jit(device=True, inline="always")
-def span_of(shared, draw, state, thread):
-    """(first bin, last bin + 1, least weight, weight of all, weight above the bins) of the
-    candidates that can matter."""
-    _load_bins(shared, state, thread)
-    total = total_weight(shared)
-    top_k, least = int64(ld_global_u32(draw + TOP_K)), ld_global_u64(draw + LEAST)
-    weighted = uint32(1)
+def aim_of(draw, total):
+    """(number or weight that the candidates must reach, whether it is a weight); nothing where
+    min-p alone says who matters."""
+    top_k, weighted, wanted = int64(ld_global_u32(draw + TOP_K)), uint32(1), int64(0)
     if top_k > int64(0):
         wanted, weighted = top_k, uint32(0)
     elif ld_global_u32(draw + CUTS) != uint32(0):
         wanted = max(mul_shift(ld_global_u64(draw + TOP_P), total, int64(FRACTION), 40), int64(1))
-    elif least > int64(0):
-        return uint32(0), uint32(DIGITS), least, total, int64(0)
-    else:
+    elif ld_global_u64(draw + LEAST) == int64(0):
         bits = uniform_bits(
             ld_global_u64(draw + SEED),
             ld_global_u32(draw + POSITION),
             ld_global_u32(draw + PURPOSE),
         )
         wanted = mul_shift(bits, total, int64(0), 24) + int64(1)
+    return wanted, weighted
+
+
+@cuda.jit(device=True, inline="always")
+def span_at(shared, draw, aim, total, thread):
+    """(first bin, last bin + 1, least weight, weight of all, weight above the bins) of the
+    candidates that reach an aim."""
+    wanted, weighted = aim
+    if wanted == int64(0):
+        return uint32(0), uint32(DIGITS), ld_global_u64(draw + LEAST), total, int64(0)
     cross(shared, wanted, weighted, (int64(0), int64(0)), thread)
     note = uint32(shared + uint32(NOTES))
     found = ld_shared_u64(note)
     first = uint32(found) if found >= int64(0) else uint32(0)
-    if top_k > int64(0) or ld_global_u32(draw + CUTS) != uint32(0):
+    if ld_global_u32(draw + TOP_K) > uint32(0) or ld_global_u32(draw + CUTS) != uint32(0):
         return first, uint32(DIGITS), int64(0), total, int64(0)
     return (
         first,
@@ -181,6 +188,33 @@ def span_of(shared, draw, state, thread):
         total,
         ld_shared_u64(uint32(note + uint32(8))),
     )
+
+
+@cuda.jit(device=True, inline="always")
+def span_of(shared, draw, state, thread):
+    """`span_at` of the candidates that can matter to a draw."""
+    load_bins(shared, state, thread)
+    total = total_weight(shared)
+    return span_at(shared, draw, aim_of(draw, total), total, thread)
+
+
+@cuda.jit(device=True, inline="always")
+def sift(few, adjusted, state, span, place, scale):
+    """Gather the candidates of a span; place: (first, step, S)."""
+    first, stop, least = span[0], span[1], span[2]
+    i, step, S = place
+    while i < S:
+        key = ld_global_u32(adjusted + int64(i) * 4)
+        digit = uint32(key >> uint32(SHIFT))
+        wanted = key != uint32(0) and digit >= first and digit < stop
+        if wanted and least > int64(0):
+            wanted = weight_of(key, scale[0], scale[1]) >= least
+        if wanted:
+            at = atom_global_add_u32(state + GATHERED, uint32(1))
+            if at < uint32(MOST):
+                word = int64(uint32(i ^ uint32(NO_ID)))
+                st_global_u64(few + int64(at) * 8, (int64(key) << int64(32)) | word)
+        i = uint32(i + step)
 
 
 @kernel(*(int64,) * 4, *(uint32,) * 2)
@@ -196,23 +230,11 @@ def selection_sift_kernel(early: int):  # type: ignore[no-untyped-def]
         row, i, step = share_of_row(blocks)
         draw, state = draws + int64(row) * DRAW_NBYTES, states + int64(row) * STATE_NBYTES
         temperature = ld_global_f32(draw + TEMPERATURE)
-        if temperature != float32(0.0):
+        rejects = ld_global_u32(draw + HOW) & uint32(REJECTS)
+        if temperature != float32(0.0) and rejects == uint32(0):
             span = span_of(shared, draw, state, uint32(cuda.threadIdx.x))
-            first, stop, least = span[0], span[1], span[2]
-            best = value_of(ld_global_u32(state + BEST_ADJUSTED))
+            scale = (value_of(ld_global_u32(state + BEST_ADJUSTED)), temperature)
             adjusted += int64(row) * int64(S) * 4
-            few += int64(row) * (MOST * 8)
-            while i < S:
-                key = ld_global_u32(adjusted + int64(i) * 4)
-                digit = uint32(key >> uint32(SHIFT))
-                wanted = key != uint32(0) and digit >= first and digit < stop
-                if wanted and least > int64(0):
-                    wanted = weight_of(key, best, temperature) >= least
-                if wanted:
-                    at = atom_global_add_u32(state + GATHERED, uint32(1))
-                    if at < uint32(MOST):
-                        word = int64(uint32(i ^ uint32(NO_ID)))
-                        st_global_u64(few + int64(at) * 8, (int64(key) << int64(32)) | word)
-                i = uint32(i + step)
+            sift(few + int64(row) * (MOST * 8), adjusted, state, span, (i, step, S), scale)
 
     return Build(selection_sift, THREADS)
