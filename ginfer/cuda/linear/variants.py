@@ -50,15 +50,14 @@ class LinearDecodePlan(LaunchPlan):
         _, _, column_tiles, tile_nbytes = shape
         row_blocks = self.warps * self.M // 8
         stage = self.span * (row_blocks * tile_nbytes + column_tiles * 1024)
-        chains = self.M * (2 if tile_nbytes == W8_NBYTES else 1)  # of a k tile
-        paired = chains <= 2 and self.span * chains % 2 == 0
         return (
             capability == "90a"
             and self.warps * self.M % 8 == 0
             and row_blocks in (1, 2)
             and self.stages >= 2
             and stage * self.stages <= SHARED_NBYTES // self.resident
-            and (paired if self.wgmma else column_tiles <= MMA_TILES)
+            and self.M * column_tiles <= max(COLUMN_TILES)
+            and (self.wgmma or column_tiles <= MMA_TILES)
         )
 
     @classmethod
