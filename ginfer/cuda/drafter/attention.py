@@ -331,6 +331,7 @@ def block_merge_kernel(tiles: int, early: int):  # type: ignore[no-untyped-def]
         top = warp_max(m)
         weight = exp2_approx(m - top) if total > float32(0.0) else float32(0.0)
         st_shared_f32(uint32(table + lane * uint32(4)), weight)
+        cuda.syncwarp()
         total = warp_sum(weight * total)
         for j in range(4):
             c[j] = float32(0.0)

@@ -57,9 +57,10 @@ MAX_COLUMNS = 128  # of a block of all rows, and of a decode forward
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a drafter uses of its target: embedding and head, number of legal ids; addresses of the
-    residual stream [T, C] BF16, of logits [rows of drafts][vocabulary] FP32, and of tokens [1 +
-    most drafts][lanes] u32, in whose row 0 lies what each lane drew last."""
+    """What a drafter uses of its target: embedding and head, number of legal rows of the head;
+    addresses of the residual stream [T, C] BF16, of logits [rows of drafts][rows of the head] FP32,
+    and of tokens [1 + most drafts][lanes] u32, in whose row 0 lies what each lane drew last. ids:
+    0, or of a head over a shortlist, address of the ascending ids of its rows, u32."""
 
     embedding: Matrix
     head: Matrix
@@ -67,6 +68,7 @@ class Target:
     hidden: int
     logits: int
     tokens: int
+    ids: int = 0
 
 
 def draft_rows(d: DrafterSpec, lanes: int) -> int:
@@ -271,12 +273,14 @@ class Drafter:
 
     def _select(self, B: int, N: int) -> None:
         """Paths through the best ids of the normed columns."""
-        d, at, tables, R = self._d, self._at, self._tables, B * N
+        at, tables, R = self._at, self._tables, B * N
         self._linear("rank", "normed", self._w.projection, R, Epilogue.STORE_F32)
         self._linear("logits", "normed", self._target.head, R, Epilogue.STORE_F32)
-        shape = CandidateShape(R, self._target.num_token_ids, d.vocab_size * 4)
-        pieces, logits = at["pieces"], self._target.logits
-        candidates(self._queue, at["best"], logits, pieces=pieces, ids=0, shape=shape)
+        target, pieces = self._target, at["pieces"]
+        shape = CandidateShape(R, target.num_token_ids, target.head.N * 4)
+        candidates(
+            self._queue, at["best"], target.logits, pieces=pieces, ids=target.ids, shape=shape
+        )
         names = ("lanes", "positions", "temperature", "seeds")
         drawing = Drawing(*(tables[name] for name in names))
         source = (at["best"], at["rank"])
