@@ -5,17 +5,18 @@ from dataclasses import replace
 import numpy as np
 from numba import get_num_threads
 
+from ginfer.backend import MemoryPlan
 from ginfer.batch import DraftBatch, ForwardBatch, Phase
 from ginfer.cpu.drafter import CpuDrafter
 from ginfer.cpu.selector import Anchors
 from ginfer.cpu.weights import bind
-from ginfer.cuda.drafter.context import ContextColumns
-from ginfer.cuda.drafter.drafter import Drafter, Target, draft_rows, drafter_nbytes
-from ginfer.cuda.drafter.prompt import PromptContext, prompt_nbytes
+from ginfer.cuda.drafter.drafter import Target, draft_rows
+from ginfer.cuda.drafter.drafting import DecodeColumns, Drafting, drafting_nbytes
 from ginfer.cuda.drafter.weights import upload_drafter
 from ginfer.cuda.runtime.memory import Arena, Slice
 from ginfer.cuda.weights import upload
 from ginfer.sizes import MIB
+from ginfer.spec import PAGE_TOKENS
 from scripts.make_fixture import drafter_shapes, random_arrays
 from scripts.pack.codecs import bf16_bits
 from scripts.random_models import packed_drafter
@@ -41,13 +42,22 @@ def random_drafter(target, spec, weights):
     return packed_drafter(contract, arrays, f"groupwise-int-dflash2-{weights}")
 
 
-def _columns(rows):
-    """(lane, row, token) of columns, [T] int32 each, and where rows begin."""
-    indptr = np.cumsum([0, *(n for _, _, n, _ in rows)])
-    row = np.repeat(np.arange(len(rows), dtype=np.int32), np.diff(indptr))
-    token = np.concatenate([np.arange(first, first + n) for _, first, n, _ in rows])
-    lanes = np.array([r[0] for r in rows], np.int32)
-    return lanes[row], row, token.astype(np.int32), indptr
+def _batch(phase, rows):
+    """(batch, lane and token of its columns) of rows (lane, first token, columns, ..) each."""
+    i32 = lambda values: np.array(list(values), np.int32)  # noqa: E731
+    indptr = i32(np.cumsum([0, *(r[2] for r in rows)]))
+    token = i32(np.concatenate([np.arange(r[1], r[1] + r[2]) for r in rows]))
+    batch = ForwardBatch(
+        phase=phase,
+        token_ids=np.zeros(len(token), np.int32),
+        positions=np.zeros((3, len(token)), np.int32),
+        row_indptr=indptr,
+        starts=i32(r[1] for r in rows),
+        page_table=np.zeros((len(rows), 1), np.int32),
+        state_in=i32(r[0] for r in rows),
+        state_out=i32(r[0] + LANES for r in rows),
+    )
+    return batch, np.repeat(batch.state_in, np.diff(indptr)), token
 
 
 class DrafterPair:
@@ -61,19 +71,22 @@ class DrafterPair:
         self.cpu.allocate(num_lanes=LANES, max_columns=128, threads=get_num_threads())
         weights = upload_drafter(spec, tensors, queue.stream, lambda _: None)
         self.model = upload(model.spec, text, queue.stream, lambda _: None)
-        sizes = {
-            **drafter_nbytes(spec, LANES, max_tokens),
-            **prompt_nbytes(spec, LANES, 128),
-        }
+        plan = MemoryPlan(
+            num_rows=LANES,
+            num_units=1,
+            unit_nbytes=1,
+            num_slots=2 * LANES,
+            max_columns=128,
+            max_pages_per_row=max_tokens // PAGE_TOKENS,
+        )
+        sizes, most = drafting_nbytes(spec, plan), spec.max_drafts
         logits = draft_rows(spec, LANES) * spec.vocab_size * 4
         self.memory = Arena(sum(sizes.values()) + logits + 128 * C * 2 + 2 * MIB, "drafter")
         take = self.memory.take
         self.hidden = take(128 * C * 2, "hidden").array((128, C), np.uint16)
-        self.tokens = take((1 + spec.max_drafts) * LANES * 4, "tokens").array(
-            (1 + spec.max_drafts, LANES), np.uint32
-        )
-        tables = take(4 * (2 * 128 + 3 * LANES), "columns").array((2 * 128 + 3 * LANES,), np.int32)
-        self.columns = tables
+        self.tokens = take((1 + most) * LANES * 4, "tokens").array((1 + most, LANES), np.uint32)
+        self.columns = take(8 * 128, "columns").array((2, 128), np.int32)
+        self.used = take(4 * LANES, "used").array((LANES,), np.int32)
         target = Target(
             embedding=self.model.embedding,
             head=self.model.head,
@@ -82,65 +95,46 @@ class DrafterPair:
             logits=take(logits, "logits").address,
             tokens=self.tokens.address,
         )
-        self.cuda = Drafter(spec, weights, queue=queue, num_sms=num_sms)
-        self.cuda.allocate(self.memory, target, lanes=LANES, max_tokens=max_tokens)
-        self.prompt = PromptContext(spec, weights, queue=queue, num_sms=num_sms)
-        self.prompt.allocate(
-            self.memory,
-            self.cuda.rings,
-            self.cuda.key_norms,
-            hidden=self.hidden.address,
-            lanes=LANES,
-            max_columns=128,
-        )
+        self.cuda = Drafting(spec, weights, queue=queue, num_sms=num_sms)
+        at = self.columns.address
+        self.cuda.allocate(self.memory, plan, target, DecodeColumns(at, at + 4 * 128))
         self.arenas = (weights.arena, self.model.arena, self.memory)
         self.rng = np.random.default_rng(11)
 
-    def extend(self, rows):
-        """Rows of random streams: (lane, first token, columns, how many are used) each."""
-        T = sum(n for _, _, n, _ in rows)
-        self._tap(T, lambda layer: self.cuda.tap(layer, T))
-        lanes, row, token, indptr = _columns(rows)
-        table = np.zeros(self.columns.shape, np.int32)
-        table[:T], table[128 : 128 + T] = row, token
-        for i, (lane, first, _, used) in enumerate(rows):
-            table[[256 + i, 256 + LANES + i, 256 + 2 * LANES + i]] = lane, first, used
+    def extend(self, rows, *, on_device=False):
+        """Decode rows of random streams: (lane, first token, columns, how many are used) each;
+        on_device: the device knows how many, the host does not."""
+        batch, lanes, token = _batch(Phase.DECODE, rows)
+        T, table = len(token), np.zeros((2, 128), np.int32)
+        table[0, :T], table[1, :T] = np.repeat(np.arange(len(rows)), [r[2] for r in rows]), token
         self.columns.write(table)
-        at = self.columns.address
-        places = (256, 256 + LANES, 256 + 2 * LANES)
-        self.cuda.extend(ContextColumns(at, at + 4 * 128, *(at + 4 * p for p in places)), T)
+        used = np.array([r[3] for r in rows], np.int32)
+        if on_device:
+            self.used.write(np.pad(used, (0, LANES - len(used))))
+        self._run(batch)
+        self.cuda.keep(batch, self.used.address if on_device else used)
         self.queue.stream.synchronize()
-        used = [c for (_, _, _, n), c in zip(rows, indptr) for c in range(c, c + n)]
-        used = np.array(used, np.int32)
-        self.cpu.extend(used, lanes[used], token[used])
+        kept = [c for n, c in zip(used, batch.row_indptr) for c in range(c, c + n)]
+        kept = np.array(kept, np.int32)
+        self.cpu.extend(kept, lanes[kept], token[kept])
 
     def extend_prompt(self, rows):
         """Prompts: (lane, first token, columns) each."""
-        rows = [(*r, r[2]) for r in rows]
-        lanes, row, token, indptr = _columns(rows)
-        i32 = lambda values: np.array(list(values), np.int32)  # noqa: E731
-        batch = ForwardBatch(
-            phase=Phase.PREFILL,
-            token_ids=np.zeros(len(row), np.int32),
-            positions=np.zeros((3, len(row)), np.int32),
-            row_indptr=indptr.astype(np.int32),
-            starts=i32(r[1] for r in rows),
-            page_table=np.zeros((len(rows), 1), np.int32),
-            state_in=i32(r[0] for r in rows),
-            state_out=i32(r[0] + LANES for r in rows),
-        )
-        self.prompt.begin(batch)
-        self._tap(len(row), self.prompt.tap)
-        self.prompt.extend()
+        batch, lanes, token = _batch(Phase.PREFILL, rows)
+        self._run(batch)
+        self.cuda.keep(batch, batch.starts)
         self.queue.stream.synchronize()
-        self.cpu.extend(np.arange(len(row), dtype=np.int32), lanes, token)
+        self.cpu.extend(np.arange(len(token), dtype=np.int32), lanes, token)
 
-    def _tap(self, T, tap):
+    def _run(self, batch):
+        """A forward of random streams."""
+        self.cuda.begin(batch)
+        T = batch.num_columns
         for layer in range(max(self.spec.tapped_layers) + 1):
             values = self.rng.standard_normal((128, self.spec.hidden_size)).astype(np.float32)
             bits = bf16_bits(values)
             self.hidden.write(bits)
-            tap(layer)
+            self.cuda.tap(layer, T, batch.phase)
             self.queue.stream.synchronize()
             self.cpu.tap(np.ascontiguousarray(bf16_to_f32(bits)[:T]), layer)
 
@@ -161,19 +155,15 @@ class DrafterPair:
             seeds=seeds,
             num_drafts=N,
         )
-        self.cuda.fill(batch)
-        self.cuda.propose(B, N)
-        self.queue.stream.synchronize()
-        normed = self.memory_of("normed", 128 * d.hidden_size)
+        drafts = self.cuda.draft(batch).read()
+        assert (drafts == self.tokens.read()[1 : 1 + N, lanes].T).all()
+        place = Slice(self.cuda._drafter._at["normed"], 128 * d.hidden_size * 2)
+        normed = place.array((128 * d.hidden_size,), np.uint16).read()
         got = bf16_to_f32(from_fragments(normed, B * N, d.hidden_size))
         anchors = Anchors(i32([7 + lane for lane in lanes]), i32(starts), heat, seeds)
         paths = self.cpu.propose(anchors, i32(lanes), N)
         want = self.cpu._view("normed", B * N, d.hidden_size).copy()
-        return self.tokens.read()[1 : 1 + N, lanes].T.astype(np.int32), paths, got, want
-
-    def memory_of(self, name, count):
-        """The start of a buffer of the drafter, as BF16 bits."""
-        return Slice(self.cuda._at[name], 2 * count).array((count,), np.uint16).read()
+        return drafts, paths, got, want
 
     def check(self, lanes, starts, num_drafts):
         """Compare a greedy draft; returns how many of its tokens were equal."""
@@ -184,6 +174,5 @@ class DrafterPair:
 
     def close(self):
         self.cuda.close()
-        self.prompt.close()
         for arena in self.arenas:
             arena.close()

@@ -97,14 +97,25 @@ def test_drafts_are_those_of_the_cpu_image(image, stream, device, weights):
         num_sms=device.info.num_sms,
         max_tokens=1024,
     )
+    pair.cuda.capture()
     equal = total = 0
     at = 50
     pair.extend_prompt([(0, 0, at), (2, 0, at)])
     for step in (1, 2, 30, 8, 40, 40, 40, 40, 40, 40, 40, 40):
-        pair.extend([(0, at, step, step), (2, at, step + 1, step)])
+        pair.extend([(0, at, step, step), (2, at, step + 1, step)], on_device=step == 40)
         at += step
         for num_drafts in (1, 7):
             same, all_of_them = pair.check([2, 0], [at, at], num_drafts)
             equal, total = equal + same, total + all_of_them
     assert equal >= 0.8 * total
+    for temperature in (0.0, 0.8):  # alone is in company, and eager is a graph
+        drafts, _, hidden, _ = pair.propose([2, 0], [at, at], 7, temperature)
+        alone, _, own, _ = pair.propose([2], [at], 7, temperature)
+        assert (hidden[:7] == own).all()
+        assert (drafts[0] == alone[0]).all()
+        graphs, pair.cuda._graphs = pair.cuda._graphs, {}
+        eager, _, again, _ = pair.propose([2, 0], [at, at], 7, temperature)
+        pair.cuda._graphs = graphs
+        assert (eager == drafts).all()
+        assert (again == hidden).all()
     pair.close()

@@ -87,7 +87,7 @@ def test_drafts_are_those_of_the_cpu_image(queue):
     tensors = random_drafter(TARGET, SPEC, "q4")
     pair = DrafterPair(TARGET, SPEC, tensors, queue=queue, num_sms=2, max_tokens=512)
     pair.extend_prompt([(1, 0, 2), (0, 0, 1)])
-    pair.extend([(1, 2, 4, 3)])
+    pair.extend([(1, 2, 4, 3)], on_device=True)
     equal, total = pair.check([1], [5], 2)
     assert equal == total
     pair.close()
