@@ -4,8 +4,9 @@
 
 Every candidate must first give the rows of a float64 product within the bound, and all rows bit for
 bit as the first candidate does: plans change speed, never numbers. A time is the median of replays
-of a graph of launches over different copies of random weights, beyond the L2 cache. Plans that no
-image holds are shown, but not written.
+of a graph of launches over different copies of random weights, beyond the L2 cache. Of prefill,
+plans that no image holds are shown, but not written; an image holds what the table of decode names,
+and a table names what is at least 2 % faster than the default.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from ginfer.cuda.linear.decode_launch import (
     linear_decode,
     scratch_nbytes,
 )
-from ginfer.cuda.linear.decode_mma import DecodeMmaPlan
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.prefill_launch import (
     LinearPrefillPlan,
@@ -39,7 +39,8 @@ from ginfer.cuda.linear.prefill_launch import (
     prefill_kernel,
 )
 from ginfer.cuda.linear.unpack import UNPACK
-from ginfer.cuda.linear.variants import decode_kernel
+from ginfer.cuda.linear.variants import OPS as DECODE
+from ginfer.cuda.linear.variants import decode_op, plan_kernel
 from ginfer.cuda.runtime.build import build_image
 from ginfer.cuda.runtime.catalog import kernels_of
 from ginfer.cuda.runtime.device import Device
@@ -76,6 +77,7 @@ BOUND = 1 / 256  # of the relative L2 error of BF16 results
 ROTATED_NBYTES = 400 * MIB  # of weights that a graph goes through
 ARENA_NBYTES = 3 << 30
 REPLAYS = 5
+GAIN = 0.98  # of the default's time: what is less is noise
 SLOWER = 1.3  # than the best so far: one replay tells enough
 
 
@@ -130,6 +132,7 @@ class Case(ABC):
     name: ClassVar[str]
     family: ClassVar[type[LaunchPlan]]
     buckets: ClassVar[tuple[int, ...]]  # numbers of tokens
+    in_image: ClassVar[bool] = False  # an image holds the plans of its table
     checks: ClassVar[tuple[int, ...]]  # numbers of tokens at which results are compared
 
     def __init__(self, gpu: Gpu, arena: Arena, shape: tuple[int, int]) -> None:
@@ -230,9 +233,9 @@ class PrefillCase(Case):
 
 
 class DecodeCase(Case):
-    """linear_decode without bulk copies."""
+    """linear_decode."""
 
-    name, family, buckets, checks = "linear_decode_mma", DecodeMmaPlan, WIDTHS, WIDTHS
+    buckets, checks, in_image = WIDTHS, WIDTHS, True
 
     @classmethod
     def bucket(cls, shape: tuple[int, int], T: int) -> Shape:
@@ -240,10 +243,9 @@ class DecodeCase(Case):
         return (*shape, column_tiles(T), TILE_NBYTES)
 
     @staticmethod
-    def kernel(capability: str, plan: DecodeMmaPlan, bucket: Shape) -> Kernel:
+    def kernel(capability: str, plan: LaunchPlan, bucket: Shape) -> Kernel:
         """The kernel of a plan."""
-        table = PlanTable(capability, {(DecodeCase.name, bucket): plan})
-        return decode_kernel(table, FMT, bucket)[0]
+        return plan_kernel(plan, FMT, bucket[2])
 
     def place_tokens(self, arena: Arena) -> None:
         """In fragment order, once for each width."""
@@ -260,7 +262,7 @@ class DecodeCase(Case):
         counters.array((counters.nbytes,), np.uint8).write(np.zeros(counters.nbytes, np.uint8))
         self.scratch = DecodeScratch(workspace=workspace.address, counters=counters.address)
 
-    def launches(self, plan: DecodeMmaPlan, T: int) -> list[Callable[[], None]]:
+    def launches(self, plan: LaunchPlan, T: int) -> list[Callable[[], None]]:
         """A launch for each copy of the weights."""
         gpu, y = self.gpu, self.y.address
         bucket = self.bucket((self.N, self.K), T)
@@ -274,7 +276,25 @@ class DecodeCase(Case):
         return [launch(w) for w in self.copies]
 
 
-OPS: dict[str, type[Case]] = {case.name: case for case in (PrefillCase, DecodeCase)}
+class DecodeBulkCase(DecodeCase):
+    """With bulk copies."""
+
+    name, family = "linear_decode", DECODE["linear_decode"]
+
+
+class DecodeMmaCase(DecodeCase):
+    """Without them."""
+
+    name, family = "linear_decode_mma", DECODE["linear_decode_mma"]
+
+
+CASES = (PrefillCase, DecodeBulkCase, DecodeMmaCase)
+OPS: dict[str, type[Case]] = {case.name: case for case in CASES}
+
+
+def ops(capability: str) -> list[str]:
+    """The operators that a capability has."""
+    return [name for name in OPS if name not in DECODE or name == decode_op(capability)]
 
 
 def matrices() -> list[tuple[int, int]]:
@@ -302,6 +322,10 @@ class Row:
     bucket: Shape
     today: LaunchPlan
     times: dict[LaunchPlan, float]
+
+    def may_name(self, plan: LaunchPlan, capability: str, held: set[Kernel]) -> bool:
+        """Whether a table may name a plan."""
+        return self.case.in_image or self.case.kernel(capability, plan, self.bucket) in held
 
     def best(self, among: set[LaunchPlan]) -> LaunchPlan:
         """The fastest plan among some."""
@@ -350,8 +374,10 @@ def table(rows: list[Row], capability: str, device: str) -> str:
         "PLANS = {",
     ]
     for row in rows:
-        used = {p for p in row.times if row.case.kernel(capability, p, row.bucket) in held}
-        best = row.best(used)
+        best = row.best({p for p in row.times if row.may_name(p, capability, held)})
+        default = row.case.family.default(capability, row.bucket)
+        if row.times[best] > GAIN * row.times.get(default, float("inf")):
+            best = default
         fields = ", ".join(map(str, astuple(best)))
         lines.append(f'    ("{row.case.name}", {row.bucket}): {type(best).__name__}({fields}),')
     return "\n".join([*lines, "}", ""])
@@ -368,7 +394,7 @@ def main() -> int:
     device = Device()
     device.use()
     capability = options.sm or native_capability(device.info.capability)
-    cases = [OPS[name] for name in options.op or OPS]
+    cases = [OPS[name] for name in options.op or ops(capability)]
     items = {item for case in cases for item in kernels(case, capability)}
     if not options.no_build:
         build_image(items, capability)

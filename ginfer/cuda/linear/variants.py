@@ -56,7 +56,7 @@ class LinearDecodePlan(LaunchPlan):
             and row_blocks in (1, 2)
             and self.stages >= 2
             and stage * self.stages <= SHARED_NBYTES // self.resident
-            and self.M * column_tiles <= max(COLUMN_TILES)
+            and row_blocks * column_tiles <= max(COLUMN_TILES)
             and (self.wgmma or column_tiles <= MMA_TILES)
         )
 
@@ -73,25 +73,56 @@ class LinearDecodePlan(LaunchPlan):
         wgmma = column_tiles > MMA_TILES
         return cls(8, 1, span, SHARED_NBYTES // (span * tile), wgmma=wgmma)
 
+    @classmethod
+    def candidates(cls, capability: str, shape: Shape) -> tuple[LinearDecodePlan, ...]:
+        """Shorter and longer stages; of wide launches two row blocks at once, too."""
+        _, _, column_tiles, tile_nbytes = shape
+        wide, x_nbytes = column_tiles > MMA_TILES, column_tiles * 1024
+        found = []
+        for warps, M, spans in ((8, 1, (2, 4, 8)), (8, 2, (4,)), (16, 1, (4,))):
+            for span in spans if warps * M == 8 or wide else ():
+                stages = SHARED_NBYTES // (span * (warps * M // 8 * tile_nbytes + x_nbytes))
+                found.append(cls(warps, M, span, stages, wgmma=wide))
+        return tuple(p for p in found if capability == "90a" and p.supports(capability, shape))
+
+
+OPS: dict[str, type[LinearDecodePlan] | type[DecodeMmaPlan]] = {
+    "linear_decode": LinearDecodePlan,
+    "linear_decode_mma": DecodeMmaPlan,
+}
+
+
+def decode_op(capability: str) -> str:
+    """What runs the decode linear."""
+    return "linear_decode" if capability == "90a" else "linear_decode_mma"
+
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """Decode kernels of each format and width."""
-    plans = PlanTable(capability)
+    """Decode kernels of each format and width, of the default and of measured plans."""
+    op = decode_op(capability)
+    measured = [(b, p) for (name, b), p in PlanTable.load(capability).plans.items() if name == op]
     for fmt in EPILOGUES:
-        for column_tiles in COLUMN_TILES:
-            shape = (128, 64, column_tiles, UNPACK[fmt].tile_nbytes)
-            yield decode_kernel(plans, fmt, shape)[0]
-            if every and capability != "90a" and fmt == "Q4G64_F16S":
-                for plan in DecodeMmaPlan.candidates(capability, shape):
-                    yield linear_decode_mma_kernel(fmt, column_tiles, plan.span)
+        for NT in COLUMN_TILES:
+            shape = (128, 64, NT, UNPACK[fmt].tile_nbytes)
+            plans: list[LaunchPlan] = [OPS[op].default(capability, shape)]
+            plans += [plan for bucket, plan in measured if bucket[2:] == shape[2:]]
+            if every and fmt == "Q4G64_F16S":
+                plans += OPS[op].candidates(capability, shape)
+            yield from (plan_kernel(plan, fmt, NT) for plan in plans)
+
+
+def plan_kernel(plan: LaunchPlan, fmt: str, NT: int) -> Kernel:
+    """The kernel of a plan for NT column tiles."""
+    if isinstance(plan, DecodeMmaPlan):
+        return linear_decode_mma_kernel(fmt, NT, plan.span)
+    assert isinstance(plan, LinearDecodePlan)
+    p = plan
+    return linear_decode_kernel(fmt, p.warps, p.M, NT, p.span, p.stages, p.resident, p.wgmma)
 
 
 def decode_kernel(plans: PlanTable, fmt: str, shape: Shape) -> tuple[Kernel, int]:
     """The kernel of a launch of a plan's shape, and the row blocks of 128 in one of its items."""
-    NT = shape[2]
-    if plans.capability != "90a":
-        span = plans.find("linear_decode_mma", DecodeMmaPlan, shape).span
-        return linear_decode_mma_kernel(fmt, NT, span), 1
-    p = plans.find("linear_decode", LinearDecodePlan, shape)
-    kernel = linear_decode_kernel(fmt, p.warps, p.M, NT, p.span, p.stages, p.resident, p.wgmma)
-    return kernel, p.warps * p.M // 8
+    op = decode_op(plans.capability)
+    plan = plans.find(op, OPS[op], shape)
+    row_blocks = plan.warps * plan.M // 8 if isinstance(plan, LinearDecodePlan) else 1
+    return plan_kernel(plan, fmt, shape[2]), row_blocks

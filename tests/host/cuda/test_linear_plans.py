@@ -40,3 +40,15 @@ def test_capabilities_without_bulk_copies_have_decode_kernels(capability, column
     assert row_blocks == 1
     assert item in image_kernels(capability, every=False)
     assert item.build().shared_nbytes <= MAX_SHARED_NBYTES[capability]
+
+
+def test_an_image_holds_the_measured_plans_of_every_format_that_they_serve(monkeypatch):
+    plan, bucket = LinearDecodePlan(8, 1, 2, 8, wgmma=True), (34816, 5120, 8, 4352)
+    table = PlanTable("90a", {("linear_decode", bucket): plan})
+    assert plan != LinearDecodePlan.default("90a", bucket)
+    wanted = {decode_kernel(table, f, bucket)[0] for f in ("Q4G64_F16S", "Q4G64_BF16S")}
+    assert not wanted & set(image_kernels("90a", every=False))
+    monkeypatch.setattr(PlanTable, "load", lambda capability: table)
+    held = set(image_kernels("90a", every=False))
+    assert wanted <= held
+    assert decode_kernel(table, "W8G32_F16S", (34816, 5120, 8, 8704))[0] in held

@@ -40,3 +40,21 @@ def test_the_table_names_the_fastest_plan_that_an_image_holds():
     found: dict = {}
     exec(tune.table([row], "90a", "a device"), found)
     assert found["PLANS"] == {("linear_prefill", bucket): wide}
+
+
+@pytest.mark.parametrize(("time", "named"), [(9.9, "default"), (9.7, "other")])
+def test_the_table_of_decode_names_what_is_clearly_faster(time, named):
+    case, T = tune.DecodeBulkCase, 64
+    bucket = case.bucket((34816, 5120), T)
+    default = case.family.default("90a", bucket)
+    plans = {"default": default}
+    plans["other"] = next(p for p in case.family.candidates("90a", bucket) if p != default)
+    row = tune.Row(case, bucket, default, {default: 10.0, plans["other"]: time})
+    found: dict = {}
+    exec(tune.table([row], "90a", "a device"), found)
+    assert found["PLANS"] == {("linear_decode", bucket): plans[named]}
+
+
+def test_a_capability_has_one_decode_linear():
+    assert tune.ops("90a") == ["linear_prefill", "linear_decode"]
+    assert tune.ops("80") == ["linear_prefill", "linear_decode_mma"]
