@@ -81,7 +81,9 @@ class DrafterPair:
         )
         sizes, most = drafting_nbytes(spec, plan), spec.max_drafts
         logits = draft_rows(spec, LANES) * spec.vocab_size * 4
-        self.memory = Arena(sum(sizes.values()) + logits + 128 * C * 2 + 2 * MIB, "drafter")
+        rings = LANES * spec.ring_nbytes
+        nbytes = sum(sizes.values()) + logits + rings + 128 * C * 2 + 2 * MIB
+        self.memory = Arena(nbytes, "drafter")
         take = self.memory.take
         self.hidden = take(128 * C * 2, "hidden").array((128, C), np.uint16)
         self.tokens = take((1 + most) * LANES * 4, "tokens").array((1 + most, LANES), np.uint32)
@@ -94,6 +96,7 @@ class DrafterPair:
             hidden=self.hidden.address,
             logits=take(logits, "logits").address,
             tokens=self.tokens.address,
+            rings=take(rings, "rings").address,
         )
         self.cuda = Drafting(spec, weights, queue=queue, num_sms=num_sms)
         at = self.columns.address

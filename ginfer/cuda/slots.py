@@ -2,8 +2,9 @@
 
 K/V pages and snapshots are views of the arena: page p begins at byte p * page size, unit u at
 u * unit size. Slots lie layer by layer, [GDN layer][slot]: state [HV][K][V] FP32, history
-[taps - 1][X] BF16. A snapshot is the states of all layers, then their histories, over its units in
-the order given. The parking space is pinned host memory with the arena's geometry.
+[taps - 1][X] BF16. Slot s goes with the drafter's ring of lane s % lanes, if there is a drafter. A
+snapshot is the states of all layers, then their histories and the ring, over its units in the order
+given. The parking space is pinned host memory with the arena's geometry.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from ginfer.backend import MemoryPlan
     from ginfer.cuda.runtime.memory import Arena
     from ginfer.cuda.runtime.stream import Stream
-    from ginfer.spec import ModelSpec
+    from ginfer.spec import DrafterSpec, ModelSpec
 
     Ids = Sequence[int]
     Copy = Callable[[int, int, int], None]
@@ -54,38 +55,49 @@ def scales_nbytes(spec: ModelSpec, plan: MemoryPlan, num_units: int) -> int:
 
 
 def slot_nbytes(spec: ModelSpec) -> int:
-    """Bytes of one slot."""
+    """Bytes of one slot, without the ring that goes with it."""
     layers, state, history = slot_parts(spec)
     return layers * (state + history)
 
 
-def memory_nbytes(spec: ModelSpec, plan: MemoryPlan) -> dict[str, int]:
+def memory_nbytes(
+    spec: ModelSpec, plan: MemoryPlan, drafter: DrafterSpec | None = None
+) -> dict[str, int]:
     """Bytes on the device, by use."""
     return {
         "arena": plan.num_units * plan.unit_nbytes,
         "scales": scales_nbytes(spec, plan, plan.num_units),
         "slots": plan.num_slots * slot_nbytes(spec),
+        "rings": plan.num_rows * drafter.ring_nbytes if drafter else 0,
     }
 
 
 class Slots:
     """Moves of pages, units and recurrent slots, in the order of a stream."""
 
-    def __init__(self, spec: ModelSpec, plan: MemoryPlan, memory: Arena, stream: Stream) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: MemoryPlan,
+        memory: Arena,
+        stream: Stream,
+        *,
+        drafter: DrafterSpec | None = None,
+    ) -> None:
         self._layers, self._state, self._history = slot_parts(spec)
         self._num_slots, self._unit, self._stream = plan.num_slots, plan.unit_nbytes, stream
-        nbytes = memory_nbytes(spec, plan)
+        self._lanes, nbytes = plan.num_rows, memory_nbytes(spec, plan, drafter)
         self.units = memory.take(nbytes["arena"], "arena", alignment=2 << 20)
         scales = memory.take(nbytes["scales"], "arena")
         self.pages = page_shape(spec, plan.kv, scales.address)
         self._scales = spec.scales_nbytes(plan.kv)  # of a page
-        slots = memory.take(nbytes["slots"], "slots")
+        slots, self.rings = (memory.take(nbytes[name], "slots") for name in ("slots", "rings"))
         self._states = slots.address
         self._histories = slots.address + self._layers * plan.num_slots * self._state
         self._parked_units = plan.num_park_units * plan.unit_nbytes
         parking = self._parked_units + scales_nbytes(spec, plan, plan.num_park_units)
         self._parking = PinnedBuffer(parking) if parking else None
-        for part in (self.units, scales, slots):
+        for part in (self.units, scales, slots, self.rings):
             if part.nbytes:
                 set_bytes(part, 0, stream)
 
@@ -108,6 +120,9 @@ class Slots:
             yield self.state(i) + slot * self._state, self._state
         for i in range(self._layers):
             yield self.history(i) + slot * self._history, self._history
+        if self.rings.nbytes:
+            nbytes = self.rings.nbytes // self._lanes
+            yield self.rings.address + slot % self._lanes * nbytes, nbytes
 
     def clear(self, slot: int) -> None:
         """Zero a slot."""
@@ -117,7 +132,8 @@ class Slots:
     def copy(self, target: int, source: int) -> None:
         """Copy a slot."""
         for (to, nbytes), (at, _) in zip(self.parts(target), self.parts(source)):
-            copy_on_device(to, at, nbytes, stream=self._stream)
+            if to != at:  # both slots of a lane have its ring
+                copy_on_device(to, at, nbytes, stream=self._stream)
 
     def _through_units(self, slot: int, units: Ids, base: int, copy: Copy) -> None:
         """Call copy(slot address, unit address, bytes) for every piece of a snapshot."""

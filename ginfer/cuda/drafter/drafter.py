@@ -47,7 +47,7 @@ from ginfer.sizes import align_up
 if TYPE_CHECKING:
     from ginfer.batch import DraftBatch
     from ginfer.cuda.drafter.weights import DrafterLayer, DrafterWeights, Sublayer
-    from ginfer.cuda.runtime.memory import Arena, Slice
+    from ginfer.cuda.runtime.memory import Arena
     from ginfer.cuda.runtime.queue import Queue
     from ginfer.cuda.weights import Matrix
     from ginfer.spec import DrafterSpec
@@ -59,8 +59,9 @@ MAX_COLUMNS = 128  # of a block of all rows, and of a decode forward
 class Target:
     """What a drafter uses of its target: embedding and head, number of legal rows of the head;
     addresses of the residual stream [T, C] BF16, of logits [rows of drafts][rows of the head] FP32,
-    and of tokens [1 + most drafts][lanes] u32, in whose row 0 lies what each lane drew last. ids:
-    0, or of a head over a shortlist, address of the ascending ids of its rows, u32."""
+    of tokens [1 + most drafts][lanes] u32, in whose row 0 lies what each lane drew last, and of the
+    lanes' rings. ids: 0, or of a head over a shortlist the address of the ascending ids of its
+    rows, u32."""
 
     embedding: Matrix
     head: Matrix
@@ -68,6 +69,7 @@ class Target:
     hidden: int
     logits: int
     tokens: int
+    rings: int
     ids: int = 0
 
 
@@ -88,14 +90,13 @@ def _table_words(d: DrafterSpec, lanes: int) -> dict[str, int]:
 
 
 def buffer_nbytes(d: DrafterSpec, lanes: int) -> dict[str, int]:
-    """Bytes of every buffer, rings included."""
+    """Bytes of every buffer."""
     T, C, drafts = MAX_COLUMNS, d.hidden_size, draft_rows(d, lanes)
     heads = (d.num_q_heads, d.num_kv_heads)
     values, stats = partials_nbytes(lanes, d.block_size, heads, d.window)
     scratch = [linear_scratch_nbytes(N, K) for N, K in matrix_shapes(d)]
     scratch.append(linear_scratch_nbytes(d.vocab_size, C))
     return {
-        "rings": lanes * d.ring_nbytes,
         "taps": T * d.tap_width * 2,
         "context": T * d.num_layers * 2 * d.kv_width * 2,
         **dict.fromkeys(("hidden", "normed", "mixed", "results"), T * C * 2),
@@ -144,7 +145,7 @@ class Drafter:
         for part in parts.values():
             set_bytes(part, 0, stream)
         self._at = {name: part.address for name, part in parts.items()}
-        self._target, self._lanes, self._rings_part = target, lanes, parts["rings"]
+        self._target, self._lanes = target, lanes
         tables = angle_tables(d.rope_theta, max_tokens + MAX_COLUMNS)
         places = [memory.take(a.nbytes, "drafter angles") for a in tables]
         for place, values in zip(places, tables, strict=True):
@@ -153,15 +154,11 @@ class Drafter:
         self.key_norms = KeyNorms(self._w.k_norms, self._angles, d.norm_eps)
         self._tables = Tables(_table_words(d, lanes), memory, stream)
         self._scratch = DecodeScratch(workspace=self._at["slices"], counters=self._at["counters"])
-        self.rings = Rings(self._at["rings"], d.num_layers, d.num_kv_heads, d.ring_tokens, d.window)
+        self.rings = Rings(target.rings, d.num_layers, d.num_kv_heads, d.ring_tokens, d.window)
         self.drafted = Drafted(
             target.tokens, self._at["ids"], self._at["units"], lanes, d.max_drafts
         )
         stream.synchronize()
-
-    def ring_part(self, lane: int) -> Slice:
-        """Memory of a lane's ring."""
-        return self._rings_part.part(lane * self.rings.nbytes, self.rings.nbytes)
 
     def _linear(
         self, y: str, x: str, matrix: Matrix, T: int, epilogue: Epilogue = Epilogue.STORE_BF16

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ginfer.batch import DraftBatch, ForwardBatch
     from ginfer.cuda.drafter.drafter import Target
     from ginfer.cuda.drafter.weights import DrafterWeights
-    from ginfer.cuda.runtime.memory import Arena, Slice
+    from ginfer.cuda.runtime.memory import Arena
     from ginfer.cuda.runtime.queue import Queue
     from ginfer.spec import DrafterSpec
 
@@ -46,7 +46,7 @@ def max_tokens(plan: MemoryPlan) -> int:
 
 
 def drafting_nbytes(d: DrafterSpec, plan: MemoryPlan) -> dict[str, int]:
-    """Bytes of everything that `Drafting.allocate` takes, by use; rings are `drafter rings`."""
+    """Bytes of everything that `Drafting.allocate` takes, by use."""
     lanes = plan.num_rows
     return {
         **drafter_nbytes(d, lanes, max_tokens(plan)),
@@ -126,10 +126,6 @@ class Drafting:
     def drafted(self) -> tuple[int, int]:
         """Addresses of what drafts were drawn from: ids and units [lanes][max_drafts][16] u32."""
         return self._drafter.drafted.ids, self._drafter.drafted.units
-
-    def ring(self, slot: int) -> Slice:
-        """Memory of the ring of a recurrent slot."""
-        return self._drafter.ring_part(slot % self._lanes)
 
     def capture(self) -> None:
         """The graphs of drafts."""

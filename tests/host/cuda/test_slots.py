@@ -11,6 +11,7 @@ from ginfer.cuda.runtime.memory import Arena
 from ginfer.cuda.runtime.stream import Stream
 from ginfer.cuda.slots import Slots, memory_nbytes
 from ginfer.engine.memory import page_nbytes
+from ginfer.models.dflash2 import QWEN_DEMO_DRAFTER
 from ginfer.sizes import MIB
 from ginfer.spec import KvCodec
 from scripts.random_models import MODELS
@@ -39,6 +40,33 @@ def slots(request, monkeypatch):
     arena = Arena(sum(memory_nbytes(SPEC, plan).values()) + 4 * MIB, "test")
     slots = Slots(SPEC, plan, arena, Stream())
     yield slots
+    slots.close()
+    arena.close()
+
+
+def test_a_slot_goes_with_the_ring_of_its_lane(monkeypatch):
+    install(monkeypatch)
+    drafter = replace(
+        QWEN_DEMO_DRAFTER, num_layers=1, head_dim=32, window=64, num_kv_heads=1, block_size=4
+    )
+    memory = memory_nbytes(SPEC, PLAN, drafter)
+    arena = Arena(sum(memory.values()) + 4 * MIB, "test")
+    slots = Slots(SPEC, PLAN, arena, Stream(), drafter=drafter)
+    assert memory["rings"] == PLAN.num_rows * drafter.ring_nbytes
+    ring = [list(slots.parts(slot))[-1] for slot in range(PLAN.num_slots)]
+    assert ring[0] == ring[2] != ring[1]
+    fill(slots, 0, seed=1)
+    before = fill(slots, 1, seed=2)
+    units = units_for(slots)
+    slots.save(1, units)
+    slots.copy(2, 1)
+    assert (bytes_of(slots, 2) == before).all()
+    assert (view(*ring[0]) == view(*ring[1])).all()
+    fill(slots, 1, seed=3)
+    slots.load(units, 1)
+    assert (bytes_of(slots, 1) == before).all()
+    slots.copy(0, 2)
+    assert (bytes_of(slots, 0) == before).all()
     slots.close()
     arena.close()
 
