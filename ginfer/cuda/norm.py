@@ -22,10 +22,13 @@ from ginfer.cuda.lib.numeric import (
     row_of_32,
 )
 from ginfer.cuda.lib.ptx import (
+    add_rn_f32,
+    div_rn_f32,
     fma_f32,
     ld_global_f32x4,
     ld_global_u32,
     ld_global_u32x4,
+    mul_rn_f32,
     rsqrt_approx,
     shared_address,
     st_global_u32x4,
@@ -43,6 +46,37 @@ THREADS = 256
 HELD = 3  # groups of eight columns of a thread that stay in registers
 
 
+@cuda.jit(device=True, inline="always")
+def load_factors(f, p, w, c):
+    """f[p : p + 8] = w[c : c + 8]."""
+    for i in range(2):
+        q = ld_global_f32x4(w + (int64(c) + 4 * i) * 4)
+        for j in range(4):
+            f[p + 4 * i + j] = q[j]
+
+
+@cuda.jit(device=True, inline="always")
+def add_squares(total, held, p):
+    """total + the squares of the pairs held[p : p + 4], in turn."""
+    for j in range(4):
+        low, high = low_f32(held[p + j]), high_f32(held[p + j])
+        total = fma_f32(high, high, fma_f32(low, low, total))
+    return total
+
+
+@cuda.jit(device=True, inline="always")
+def inverse_rms(total, C, eps):
+    """1 / sqrt(total / C + eps)."""
+    return rsqrt_approx(add_rn_f32(div_rn_f32(total, float32(C)), eps))
+
+
+@cuda.jit(device=True, inline="always")
+def normed_pair(low, high, inv, f_low, f_high):
+    """Two columns of a result."""
+    low, high = mul_rn_f32(low, inv), mul_rn_f32(high, inv)
+    return pack_bf16(mul_rn_f32(low, f_low), mul_rn_f32(high, f_high))
+
+
 @kernel(*(int64,) * 4, *(uint32,) * 3, float32)
 def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     """Arguments y, x, w, columns (0: t itself), C, first, rest, eps. A block takes one row."""
@@ -50,20 +84,12 @@ def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     warps, held_words, held_factors = THREADS // 32, 4 * HELD, 8 * HELD
 
     @cuda.jit(device=True, inline="always")
-    def load_factors(f, p, w, c):
-        """f[p : p + 8] = w[c : c + 8]."""
-        for i in range(2):
-            q = ld_global_f32x4(w + (int64(c) + 4 * i) * 4)
-            for j in range(4):
-                f[p + 4 * i + j] = q[j]
-
-    @cuda.jit(device=True, inline="always")
     def finish(y, v, f, p, token, c, C, first, rest, inv):
         """Eight columns from c of a result, whose factors are f[p : p + 8]."""
         pairs = cuda.local.array(4, uint32)
         for i in range(4):
-            low, high = v[2 * i] * inv * f[p + 2 * i], v[2 * i + 1] * inv * f[p + 2 * i + 1]
-            pairs[i] = pack_bf16(low, high)
+            k = p + 2 * i
+            pairs[i] = normed_pair(v[2 * i], v[2 * i + 1], inv, f[k], f[k + 1])
         if fragments:
             for i in range(4):
                 store(y, token, uint32(c + uint32(2 * i)), C, first, rest, pairs[i])
@@ -96,16 +122,14 @@ def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
                     held[4 * i + j] = q[j]
         for i in range(HELD):
             if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
-                for j in range(4):
-                    low, high = low_f32(held[4 * i + j]), high_f32(held[4 * i + j])
-                    total = fma_f32(high, high, fma_f32(low, low, total))
+                total = add_squares(total, held, 4 * i)
         c = uint32((thread + uint32(HELD * THREADS)) * uint32(8))
         while c < C:
             load_bf16x8(v, row + int64(c) * 2)
             for i in range(8):
                 total = fma_f32(v[i], v[i], total)
             c = uint32(c + uint32(THREADS * 8))
-        inv = rsqrt_approx(block_sum(total, words, warps) / float32(C) + eps)
+        inv = inverse_rms(block_sum(total, words, warps), C, eps)
         for i in range(HELD):
             c = uint32((thread + uint32(i * THREADS)) * uint32(8))
             if c < C:

@@ -81,19 +81,10 @@ def _store4(to, a, b, c, d):
 
 
 @cuda.jit(device=True, inline="always")
-def load_column(place, x, ab, gates, heads, lane):
-    """One warp: unit key, unit query over sqrt(K), value and gates of a column to its place.
-
-    x: address of the column's convolved channels, ab of its gate inputs. heads: (h, key head, HK,
-    HV).
-    """
-    h, key, HK, HV = heads
-    at_q = x + int64(key) * (2 * WIDTH) + int64(lane) * 8
-    at_k = at_q + int64(HK) * (2 * WIDTH)
-    at_v = x + (int64(HK) * 2 + int64(h)) * (2 * WIDTH) + int64(lane) * 8
-    ql, qh = ld_global_u32(at_q), ld_global_u32(at_q + 4)
-    kl, kh = ld_global_u32(at_k), ld_global_u32(at_k + 4)
-    vl, vh = ld_global_u32(at_v), ld_global_u32(at_v + 4)
+def place_column(place, words, ab, gates, heads, lane):
+    """`load_column` of words (query, key, value) of the lane, two each."""
+    (ql, qh), (kl, kh), (vl, vh) = words
+    h, _, _, HV = heads
     at = ab + int64(h) * 4
     a, b = ld_global_f32(at), ld_global_f32(at + int64(HV) * 4)
     q0, q1, q2, q3 = low_f32(ql), high_f32(ql), low_f32(qh), high_f32(qh)
@@ -116,6 +107,23 @@ def load_column(place, x, ab, gates, heads, lane):
         st_shared_f32(to, decay_of(g))
         st_shared_f32(uint32(to + uint32(4)), sigmoid(b))
         st_shared_f32(uint32(to + uint32(8)), kq * k_inv * q_inv)
+
+
+@cuda.jit(device=True, inline="always")
+def load_column(place, x, ab, gates, heads, lane):
+    """One warp: unit key, unit query over sqrt(K), value and gates of a column to its place.
+
+    x: address of the column's convolved channels, ab of its gate inputs. heads: (h, key head, HK,
+    HV).
+    """
+    h, key, HK, _ = heads
+    at_q = x + int64(key) * (2 * WIDTH) + int64(lane) * 8
+    at_k = at_q + int64(HK) * (2 * WIDTH)
+    at_v = x + (int64(HK) * 2 + int64(h)) * (2 * WIDTH) + int64(lane) * 8
+    q = (ld_global_u32(at_q), ld_global_u32(at_q + 4))
+    k = (ld_global_u32(at_k), ld_global_u32(at_k + 4))
+    v = (ld_global_u32(at_v), ld_global_u32(at_v + 4))
+    place_column(place, (q, k, v), ab, gates, heads, lane)
 
 
 @cuda.jit(device=True, inline="always")

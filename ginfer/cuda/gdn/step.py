@@ -15,7 +15,7 @@ Oracle: tests.oracles.gdn.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from numba import cuda, float32, int64, uint32
 
@@ -70,28 +70,20 @@ if TYPE_CHECKING:
 NOWHERE = 0xFFFFFFFF
 
 
-@kernel(*(int64,) * 11, *(uint32,) * 4, float32)
-def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
-    """Arguments out, convolved, mix, ab, state, gates, w, indptr, state_in, state_out, W, HK, HV,
-    first_tiles, rest_tiles, eps. A block takes a row and a value head.
+@cuda.jit(device=True, inline="always")
+def give(results, o, p, gates, kq, thread):
+    """The lanes of the first rows: o = decay S^T q + (k . q) d of four columns."""
+    if thread & uint32(28) == 0:
+        four = uint32((thread >> uint32(5)) * uint32(4) + (thread & uint32(3)))
+        a, b = fma_f32(kq, p[0], gates[0] * o[0]), fma_f32(kq, p[1], gates[0] * o[1])
+        c, d = fma_f32(kq, p[2], gates[0] * o[2]), fma_f32(kq, p[3], gates[0] * o[3])
+        words = (bits_from_f32(a), bits_from_f32(b), bits_from_f32(c), bits_from_f32(d))
+        at = uint32(results + four * uint32(16))
+        st_shared_u32x4(at, words[0], words[1], words[2], words[3])
 
-    state: [slots][HV][K][V] FP32 of the layer. gates: [2][HV] FP32: -e^A_log, dt_bias. w: [V] FP32.
-    W, an address-wide count: columns of `mix`.
-    """
-    (start, wait), store = follow_late(early), pair_store(fragments)
-    place_words, result_words = AHEAD * PLACE_NBYTES // 4, AHEAD * WIDTH
-    resident = 2 if early else 1  # on the sm_80 class two would spill
 
-    @cuda.jit(device=True, inline="always")
-    def give(results, o, p, gates, kq, thread):
-        """The lanes of the first rows: o = decay S^T q + (k . q) d of four columns."""
-        if thread & uint32(28) == 0:
-            four = uint32((thread >> uint32(5)) * uint32(4) + (thread & uint32(3)))
-            a, b = fma_f32(kq, p[0], gates[0] * o[0]), fma_f32(kq, p[1], gates[0] * o[1])
-            c, d = fma_f32(kq, p[2], gates[0] * o[2]), fma_f32(kq, p[3], gates[0] * o[3])
-            words = (bits_from_f32(a), bits_from_f32(b), bits_from_f32(c), bits_from_f32(d))
-            at = uint32(results + four * uint32(16))
-            st_shared_u32x4(at, words[0], words[1], words[2], words[3])
+def finish_column(store: Any) -> Any:
+    """Device function finish, which puts pairs with `store`."""
 
     @cuda.jit(device=True, inline="always")
     def finish(out, results, z, w, t, h, columns, tiles, eps, lane):
@@ -111,6 +103,21 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
             high = v[2 * i + 1] * inv * ld_global_f32(at + 4) * silu(high_f32(pair))
             place = uint32(column + uint32(2 * i))
             store(out, t, place, columns, tiles[0], tiles[1], pack_bf16(low, high))
+
+    return finish
+
+
+@kernel(*(int64,) * 11, *(uint32,) * 4, float32)
+def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
+    """Arguments out, convolved, mix, ab, state, gates, w, indptr, state_in, state_out, W, HK, HV,
+    first_tiles, rest_tiles, eps. A block takes a row and a value head.
+
+    state: [slots][HV][K][V] FP32 of the layer. gates: [2][HV] FP32: -e^A_log, dt_bias. w: [V] FP32.
+    W, an address-wide count: columns of `mix`.
+    """
+    (start, wait), finish = follow_late(early), finish_column(pair_store(fragments))
+    place_words, result_words = AHEAD * PLACE_NBYTES // 4, AHEAD * WIDTH
+    resident = 2 if early else 1  # on the sm_80 class two would spill
 
     @cuda.jit(fastmath=True, launch_bounds=(THREADS, resident))
     def gdn_step(

@@ -174,12 +174,14 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
                     c[i] = c[i] * float32(factor)
                 complete = item >= sliced
                 if not complete:
-                    complete = exchange_slices(c, workspace, counters, item, slices, thread, flag)
+                    complete = exchange_slices(
+                        c, workspace, counters, item, slices, thread, flag, uint32(1)
+                    )
                 if complete:
                     first_row = uint32(block * uint32(128) + warp * uint32(16 * M))
                     end_row = uint32(end * uint32(128))
                     room = uint32(ring + uint32(ring_bytes))
-                    write(c, y, first_row, end_row, warp, lane, room, T, N, epilogue)
+                    write(c, y, first_row, end_row, warp, lane, room, T, N, epilogue, uint32(1))
                 item = uint32(item + uint32(cuda.gridDim.x))
 
     return Build(linear_decode, threads, ring_bytes + room_bytes + ALIGNMENT)

@@ -148,12 +148,14 @@ def linear_decode_mma_kernel(fmt: str, NT: int, span: int) -> Build:
             stage = uint32(stage + uint32(1))
         complete = item >= sliced
         if not complete:
-            complete = exchange_slices(c, workspace, counters, item, slices, thread, flag)
+            complete = exchange_slices(
+                c, workspace, counters, item, slices, thread, flag, uint32(1)
+            )
         cuda.syncthreads()  # nobody reads the ring any more
         if complete:
             first_row = uint32(block * uint32(128) + warp * uint32(16))
             end_row = uint32(end * uint32(128))
-            write(c, y, first_row, end_row, warp, lane, ring, T, N, epilogue)
+            write(c, y, first_row, end_row, warp, lane, ring, T, N, epilogue, uint32(1))
 
     return Build(linear_decode_mma, THREADS, STAGES * stage_bytes + 128)
 

@@ -40,14 +40,16 @@ def _add_scaled(c, p, d, q, low, high):
     c[p + 3] = fma_f32(d[q + 3], high, c[p + 3])
 
 
-def by_mma(fmt: str, M: int, NT: int, span: int, slab: int) -> Any:
+def by_mma(fmt: str, M: int, NT: int, span: int, slab: int, *, resident: bool = False) -> Any:
     """Device function multiply(c, weights, tokens, warp, lane): `span` k tiles at once, all their
-    chains of mma side by side. A warp has M row tiles; slab: bytes of a row block's stage."""
+    chains of mma side by side. A warp has M row tiles; slab: bytes of a row block's stage. tokens:
+    what this lane gives to ldmatrix first, in fragment order or, if resident, in rows of 8."""
     f = UNPACK[fmt]
     load, codes, scales, groups = f.load, f.codes, f.scales, f.groups
     tile_bytes, words = f.tile_nbytes, f.words
     num_words, num_scales = span * M * words, span * M * groups
     num_d, num_b = span * groups * M * NT * 4, span * NT * 4
+    x_tile, x_half = (128, 64) if resident else (NT * X_TILE, 512)
 
     @cuda.jit(device=True, inline="always")
     def multiply(c, weights, tokens, warp, lane):
@@ -71,8 +73,8 @@ def by_mma(fmt: str, M: int, NT: int, span: int, slab: int) -> Any:
         for half in range(2):
             for k in range(span):
                 for n in range(NT):
-                    at = uint32(tokens + uint32((k * NT + n) * X_TILE + half * 512))
-                    q = ldmatrix_x4(uint32(at + lane * uint32(16)))
+                    at = uint32(tokens + uint32(k * x_tile + n * X_TILE + half * x_half))
+                    q = ldmatrix_x4(at)
                     for i in range(4):
                         b[(k * NT + n) * 4 + i] = q[i]
             for j in range(2):
@@ -94,31 +96,38 @@ def by_mma(fmt: str, M: int, NT: int, span: int, slab: int) -> Any:
     return multiply
 
 
-def consume_by_mma(fmt: str, M: int, NT: int, ring: Ring) -> Any:
-    """Device function consume(c, at, barrier, s, phase, left, warp, lane): c += the next `left` k
-    tiles of the ring at `at`, from stage s on; returns the stage after them and its phase."""
+def _consume(fmt: str, M: int, NT: int, ring: Ring, *, resident: bool) -> Any:
+    """Device function consume(c, at, barrier, s, phase, left, warp, lane, tokens): c += the next
+    `left` k tiles of the ring at `at`, from stage s on; returns the stage after them and its phase.
+    tokens: of the first k tile, as by_mma takes them, where they are resident."""
     span, stages, stage_bytes = ring.span, ring.stages, ring.stage_bytes
-    weight_bytes, tile_bytes, x_bytes = ring.weight_bytes, ring.tile_bytes, ring.x_bytes
+    weight_bytes, tile_bytes = ring.weight_bytes, ring.tile_bytes
+    x_bytes = 128 if resident else ring.x_bytes
     empty, advance, tiles_of = 8 * stages, advance_stage(stages), stage_tiles(span, 0)
     half, quarter, slab = max(span // 2, 1), max(span // 4, 1), ring.slab
-    one, some = by_mma(fmt, M, NT, 1, slab), by_mma(fmt, M, NT, quarter, slab)
-    more, most = by_mma(fmt, M, NT, half, slab), by_mma(fmt, M, NT, span, slab)
+    one, some, more, most = (
+        by_mma(fmt, M, NT, n, slab, resident=resident) for n in (1, quarter, half, span)
+    )
 
     @cuda.jit(device=True, inline="always")
-    def consume(c, at, barrier, s, phase, left, warp, lane):
+    def consume(c, at, barrier, s, phase, left, warp, lane, tokens):
         chosen, done = uint32(1) if lane == 0 else uint32(0), uint32(0)
         while left > uint32(0):
             full = uint32(barrier + s * uint32(8))
             weights = uint32(at + s * uint32(stage_bytes))
-            tokens = uint32(weights + uint32(weight_bytes))
+            if not resident:
+                tokens = uint32(weights + uint32(weight_bytes) + lane * uint32(16))
             count = tiles_of(left, done)
             mbarrier_wait(full, phase)
             if count == uint32(span):
                 most(c, weights, tokens, warp, lane)
+                tokens = uint32(tokens + uint32(span * x_bytes))
             elif count == uint32(half):
                 more(c, weights, tokens, warp, lane)
+                tokens = uint32(tokens + uint32(half * x_bytes))
             elif count == uint32(quarter):
                 some(c, weights, tokens, warp, lane)
+                tokens = uint32(tokens + uint32(quarter * x_bytes))
             else:
                 for _ in range(count):
                     one(c, weights, tokens, warp, lane)
@@ -131,3 +140,21 @@ def consume_by_mma(fmt: str, M: int, NT: int, ring: Ring) -> Any:
         return s, phase
 
     return consume
+
+
+def consume_by_mma(fmt: str, M: int, NT: int, ring: Ring) -> Any:
+    """Device function consume(c, at, barrier, s, phase, left, warp, lane): c += the next `left` k
+    tiles of the ring at `at`, from stage s on; returns the stage after them and its phase."""
+    products = _consume(fmt, M, NT, ring, resident=False)
+
+    @cuda.jit(device=True, inline="always")
+    def consume(c, at, barrier, s, phase, left, warp, lane):
+        return products(c, at, barrier, s, phase, left, warp, lane, uint32(0))
+
+    return consume
+
+
+def consume_resident(fmt: str, M: int, ring: Ring) -> Any:
+    """As consume_by_mma for up to 8 tokens that lie in shared memory as a whole; consume takes the
+    place of the first k tile behind its other arguments, as by_mma does."""
+    return _consume(fmt, M, 1, ring, resident=True)

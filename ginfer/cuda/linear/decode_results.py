@@ -58,24 +58,24 @@ def item_locator(RB: int) -> Any:
 
 
 def slice_exchange(sums: int, threads: int) -> Any:
-    """Device function of `threads` threads: publish a slice; the last block to arrive gets c = all
-    slices, ascending, and True."""
+    """Device function of `threads` threads, which meet at named barrier `meet`: publish a slice;
+    the last block to arrive gets c = all slices, ascending, and True."""
     quarters, slot_bytes = sums // 4, sums * threads * 4
     batch = 4 if sums <= 8 else 1
     batch_sums = batch * sums
 
     @cuda.jit(device=True, inline="always")
-    def exchange(c, workspace, counters, item, slices, thread, flag):
+    def exchange(c, workspace, counters, item, slices, thread, flag, meet):
         at = workspace + int64(item) * slot_bytes + int64(thread) * 16
         for i in range(quarters):
             to = at + i * (threads * 16)
             st_global_f32x4(to, c[i * 4], c[i * 4 + 1], c[i * 4 + 2], c[i * 4 + 3])
         group = div_u32(item, slices)
         last = uint32(slices - uint32(1))
-        named_barrier(uint32(1), uint32(threads))
+        named_barrier(meet, uint32(threads))
         if thread == 0:  # its release covers what the barrier has ordered before it
             st_shared_u32(flag, atomic_inc_u32(counters + int64(group) * 4, last))
-        named_barrier(uint32(1), uint32(threads))
+        named_barrier(meet, uint32(threads))
         if ld_shared_u32(flag) != last:
             return False
         at += (int64(group) * int64(slices) - int64(item)) * slot_bytes
@@ -133,7 +133,7 @@ def _write_silu(M: int, NT: int, threads: int) -> Any:
     sums = M * NT * 4
 
     @cuda.jit(device=True, inline="always")
-    def write(c, y, first_row, end_row, warp, lane, room):
+    def write(c, y, first_row, end_row, warp, lane, room, meet):
         row = uint32((first_row >> uint32(5)) * uint32(16) + (lane >> uint32(2)))
         at = y + int64(_offset(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
         if M == 1:  # odd warps hold the up rows of the even warp before them
@@ -141,13 +141,13 @@ def _write_silu(M: int, NT: int, threads: int) -> Any:
             if warp & uint32(1):
                 for i in range(sums):
                     st_shared_f32(uint32(place + uint32(i * 4)), c[i])
-            named_barrier(uint32(1), uint32(threads))
+            named_barrier(meet, uint32(threads))
             if warp & uint32(1) == 0 and first_row < end_row:
                 for i in range(sums):
                     up = ld_shared_f32(uint32(place + uint32(i * 4)))
                     to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
                     st_global_u16(to, bf16_from_f32(silu(c[i]) * up))
-            named_barrier(uint32(1), uint32(threads))
+            named_barrier(meet, uint32(threads))
         elif first_row < end_row:
             for i in range(NT * 4):
                 to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
@@ -162,15 +162,15 @@ def room_nbytes(M: int, NT: int, threads: int) -> int:
 
 
 def result_writer(M: int, NT: int, threads: int) -> Any:
-    """Device function of `threads` threads: the sums of a warp's rows from `first_row`, those below
-    `end_row`, a multiple of 128, to y by the epilogue."""
+    """Device function of `threads` threads, which meet at named barrier `meet`: the sums of a
+    warp's rows from `first_row`, those below `end_row`, a multiple of 128, to y by the epilogue."""
     write_rows, write_silu = _write_rows(M, NT), _write_silu(M, NT, threads)
     silu_up = int(Epilogue.SILU_UP)
 
     @cuda.jit(device=True, inline="always")
-    def write(c, y, first_row, end_row, warp, lane, room, T, N, epilogue):
+    def write(c, y, first_row, end_row, warp, lane, room, T, N, epilogue, meet):
         if epilogue == uint32(silu_up):
-            write_silu(c, y, first_row, end_row, warp, lane, room)
+            write_silu(c, y, first_row, end_row, warp, lane, room, meet)
         else:
             write_rows(c, y, first_row, min(end_row, N), lane, T, N, epilogue)
 

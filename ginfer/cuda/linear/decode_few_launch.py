@@ -1,0 +1,120 @@
+"""Decode linear of up to 8 rows of the residual stream, norm included: plans and the launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ginfer.cuda.linear.decode_few import linear_decode_few_kernel
+from ginfer.cuda.linear.decode_launch import k_slices
+from ginfer.cuda.linear.decode_tokens import MOST_COLUMNS, NBYTES
+from ginfer.cuda.linear.unpack import UNPACK
+from ginfer.cuda.linear.variants import EPILOGUES
+from ginfer.cuda.runtime.plan import LaunchPlan, PlanTable, Shape
+from ginfer.cuda.runtime.queue import starts_early
+from ginfer.sizes import div_ceil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ginfer.cuda.linear.decode_launch import DecodeLinear, DecodeScratch
+    from ginfer.cuda.runtime.jit import Kernel
+    from ginfer.cuda.runtime.queue import Queue
+
+SHARED_NBYTES = 220 << 10  # of tokens and rings
+BESIDE = 3  # thread blocks of a small matrix
+MOST_ROWS = 0  # none until measured; at most those of `decode_tokens`
+
+
+@dataclass(frozen=True)
+class FewPlan(LaunchPlan):
+    """groups of `warps` consumer warps of M 16-row tiles each; span: k tiles in a stage of a
+    group's ring. Shapes are (N, K, bytes of a weight tile)."""
+
+    groups: int
+    warps: int
+    M: int
+    span: int
+    stages: int
+
+    def supports(self, capability: str, shape: Shape) -> bool:
+        """Bulk copies of sm_90a; the norm's 256 threads, once or twice; rings that fit."""
+        _, K, tile_nbytes = shape
+        ring = self.stages * self.span * tile_nbytes * (self.warps * self.M // 8)
+        return (
+            capability == "90a"
+            and K <= MOST_COLUMNS
+            and self.warps * self.M % 8 == 0
+            and self.groups * self.warps in (8, 16)
+            and self.stages >= 2
+            and NBYTES + self.groups * ring <= SHARED_NBYTES
+        )
+
+    @classmethod
+    def default(cls, capability: str, shape: Shape) -> FewPlan:
+        """One group; the longest stages of which four fit."""
+        room = (SHARED_NBYTES - NBYTES) // shape[2]
+        span = next(s for s in (8, 4, 2) if 4 * s <= room)
+        return cls(1, 8, 1, span, room // span)
+
+
+def few_kernel(plans: PlanTable, fmt: str, shape: Shape) -> tuple[Kernel, int]:
+    """The kernel of a plan's shape, and the row blocks of 128 in one of its items."""
+    p = plans.find("linear_decode_few", FewPlan, shape)
+    item = linear_decode_few_kernel(fmt, p.groups, p.warps, p.M, p.span, p.stages, 1)
+    return item, p.warps * p.M // 8
+
+
+def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
+    """One kernel of each format, where there is a variant."""
+    if starts_early(capability):
+        plans = PlanTable(capability)
+        for fmt in EPILOGUES:
+            yield few_kernel(plans, fmt, (128, 64, UNPACK[fmt].tile_nbytes))[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormedRows:
+    """T rows of x [.., K] BF16, `columns` of them (address of [T] u32; 0: the first), and their
+    norm: address of its factors [K] FP32, eps."""
+
+    x: int
+    factors: int
+    eps: float
+    T: int
+    columns: int = 0
+
+
+def takes_rows(queue: Queue, T: int, K: int) -> bool:
+    """Whether `linear_decode_rows` has a variant for T rows of K columns here."""
+    return queue.early and T <= MOST_ROWS and K <= MOST_COLUMNS and K % 64 == 0
+
+
+def linear_decode_rows(
+    queue: Queue,
+    y: int,
+    rows: NormedRows,
+    *,
+    linear: tuple[DecodeLinear, DecodeScratch],
+    beside: tuple[DecodeLinear, int] | None = None,
+) -> None:
+    """y = norm(rows) W^T with the bits of `rms_norm` and `linear_decode`. beside: a small BF16
+    matrix and the address of its results, FP32, from the same rows."""
+    matrix, scratch = linear
+    blocks, k_tiles = div_ceil(matrix.N, 128), div_ceil(matrix.K, 64)
+    whole, slices = k_slices(matrix.N, matrix.K)
+    shape = (matrix.N, matrix.K, UNPACK[matrix.fmt].tile_nbytes)
+    item, RB = few_kernel(queue.image.plans, matrix.fmt, shape)
+    items = div_ceil(blocks - whole, RB) * slices + div_ceil(whole, RB)
+    others = min(BESIDE, div_ceil(beside[0].N, 16)) if beside else 0
+    takers = min(items, matrix.num_sms - others)
+    other = (beside[0].w, beside[1]) if beside else (0, 0)
+    other_size = (beside[0].N, k_slices(beside[0].N, matrix.K)[1]) if beside else (0, 0)
+    queue.launch(
+        item,
+        (takers + others,),
+        *(matrix.w, rows.x, y, scratch.workspace, scratch.counters),
+        *(rows.factors, rows.columns, *other),
+        *(k_tiles, blocks, whole, slices, rows.T, matrix.N, int(matrix.epilogue)),
+        *(takers, *other_size, rows.eps),
+    )
