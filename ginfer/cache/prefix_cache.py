@@ -91,6 +91,7 @@ class PrefixCache:
         self._locked = 0  # pages of segments that running sequences hold
         self._unshared = 0  # pages promised to running sequences beyond those segments
         self._tick = 0
+        self._asked: tuple[PreparedPrompt, bytes, Hit] | None = None  # last, if nothing has changed
 
     @property
     def promised_pages(self) -> int:
@@ -101,14 +102,21 @@ class PrefixCache:
 
     def match(self, prompt: PreparedPrompt) -> Hit:
         """The deepest usable snapshot of the prompt; at least one token is left to compute. Changes
-        nothing."""
-        return self._match(prompt, _history(prompt.token_ids))
+        nothing, and is remembered until something does."""
+        return self._ask(prompt)[1]
+
+    def _ask(self, prompt: PreparedPrompt) -> tuple[bytes, Hit]:
+        """The history of a prompt, and what it can reuse."""
+        if self._asked is None or self._asked[0] is not prompt:
+            data = _history(prompt.token_ids)
+            self._asked = prompt, data, self._match(prompt, data)
+        return self._asked[1:]
 
     def known_tokens(self, prompt: PreparedPrompt) -> int:
         """Tokens in front whose K/V is here, in whole pages, with a usable state or without."""
         if prompt.positions is not None or not self._retain:
             return 0
-        return self._memory.tree.common_tokens(_history(prompt.token_ids))
+        return self._memory.tree.common_tokens(self._ask(prompt)[0])
 
     def cost(self, prompt: PreparedPrompt, num_pages: int) -> int:
         """Pages by which admitting a request with this entitlement would raise `promised_pages`;
@@ -131,10 +139,10 @@ class PrefixCache:
         """Admit a request with an entitlement of `num_pages` pages: lock what it can reuse, load
         the state into its slot (or clear the slot) and copy a partial page. None when it does not
         fit, and then nothing has changed."""
-        data = _history(prompt.token_ids)
-        hit = self._match(prompt, data)
+        data, hit = self._ask(prompt)
         if not self._fits(hit, num_pages):
             return None
+        self._asked = None
         (slot,) = self._slots.allocate(1)
         sequence = Sequence(
             slot=slot,
@@ -167,6 +175,7 @@ class PrefixCache:
         wanted = div_ceil(num_tokens, PAGE_TOKENS)
         assert wanted <= sequence.num_pages, "a sequence outgrows its entitlement"
         if wanted > len(sequence.pages):
+            self._asked = None
             sequence.pages += self._memory.take_pages(wanted - len(sequence.pages))
 
     # -- sharing ----------------------------------------------------------------------------------
@@ -177,6 +186,7 @@ class PrefixCache:
         snapshot if memory allows; elsewhere nothing happens."""
         kind = sequence.points.get(num_tokens)
         if kind is not None:
+            self._asked = None
             self._share(sequence, sequence.data, num_tokens)
             self._keep(sequence, kind, sequence.data, num_tokens)
 
@@ -185,6 +195,7 @@ class PrefixCache:
     ) -> None:
         """A request has ended with `token_ids` ([n] int32) computed; keep what can be used again.
         sound=False: what it computed is wrong, so that nothing of it may be used."""
+        self._asked = None
         n = len(token_ids)
         used = div_ceil(n, PAGE_TOKENS)
         assert used <= len(sequence.pages), "a sequence has outgrown its pages"
@@ -204,6 +215,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drop everything that no running sequence holds."""
+        self._asked = None
         for victims in (self._memory.parked, self._memory.resident):
             for snapshot in list(victims):
                 if snapshot in victims:

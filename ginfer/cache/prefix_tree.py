@@ -25,14 +25,16 @@ class PrefixTree:
     def match(self, data: bytes, limit: int) -> Snapshot | None:
         """The deepest snapshot among the first `limit` tokens of a history; on a tie one that
         prefill made, then the one used last. Only segments that equal the history are visited."""
-        equal, pending = [], [(0, self.root)]
-        while pending:
-            at, node = visited = pending.pop()
-            equal.append(visited)
-            for child in node.children.get(data[at : at + PAGE_KEY_NBYTES], ()):
-                end = at + len(child.data)
-                if end <= limit * TOKEN_NBYTES and data.startswith(child.data, at):
-                    pending.append((end, child))
+        most = limit * TOKEN_NBYTES
+        equal = [(0, self.root)]
+        for at, node in equal:  # it grows by the children that are equal too
+            only = node.only
+            key = b"" if only else data[at : at + PAGE_KEY_NBYTES]
+            for child in (only,) if only else node.children.get(key, ()):
+                piece = child.data
+                end = at + len(piece)
+                if end <= most and data.startswith(piece, at):
+                    equal.append((end, child))
         best: Snapshot | None = None
         for at, node in sorted(equal, key=itemgetter(0), reverse=True):
             end = at // TOKEN_NBYTES
@@ -45,15 +47,16 @@ class PrefixTree:
 
     def common_tokens(self, data: bytes) -> int:
         """Tokens in front, in whole pages, with which some history of the tree begins too."""
-        best, pending = 0, [(0, self.root)]
-        while pending:
-            at, node = pending.pop()
-            best = max(best, at)
+        best, equal = 0, [(0, self.root)]
+        for at, node in equal:
             for child in node.children.get(data[at : at + PAGE_KEY_NBYTES], ()):
-                count = _common_pages(child.data, data[at : at + len(child.data)])
-                if count == len(child.pages):
-                    pending.append((at + len(child.data), child))
-                best = max(best, at + count * PAGE_KEY_NBYTES)
+                piece = child.data
+                end = at + len(piece)
+                if data.startswith(piece, at):
+                    equal.append((end, child))
+                else:
+                    end = at + _common_pages(piece, data[at:end]) * PAGE_KEY_NBYTES
+                best = max(best, end)
         return best // TOKEN_NBYTES
 
     def find(
@@ -77,6 +80,7 @@ class PrefixTree:
         node.children.setdefault(data[:PAGE_KEY_NBYTES], []).append(child)
         node.num_children += 1
         node.num_resident += 1
+        node.note_only()
         self.num_segments += 1
         return child
 
@@ -103,19 +107,22 @@ class PrefixTree:
         node.parent, node.start, node.seams = upper, upper.end, node.seams[len(upper.seams) :]
         node.data, node.pages = node.data[cut:], node.pages[num_pages:]
         upper.children[node.data[:PAGE_KEY_NBYTES]] = [node]
+        upper.note_only()
+        parent.note_only()
         self.num_segments += 1
         return upper
 
     def merge(self, node: Segment) -> None:
         """Join a segment to its child when nothing tells the two apart any more; the child stays,
         with the pages of both."""
-        if node.parent is None or node.snapshots or node.num_children != 1:
+        child = node.only
+        if node.parent is None or node.snapshots or child is None:
             return
-        ((child,),) = node.children.values()
         if (child.refs, child.parked, child.made_by) != (node.refs, node.parked, node.made_by):
             return
         siblings = node.parent.children[node.data[:PAGE_KEY_NBYTES]]
         siblings[siblings.index(node)] = child
+        node.parent.note_only()
         child.parent, child.start = node.parent, node.start
         child.data, child.pages = node.data + child.data, node.pages + child.pages
         child.seams = node.seams + child.seams
@@ -132,6 +139,7 @@ class PrefixTree:
         if not siblings:
             del parent.children[key]
         parent.num_children -= 1
+        parent.note_only()
         parent.num_resident -= not node.parked
         self.num_segments -= 1
         return parent

@@ -272,6 +272,7 @@ def _check_segment(node: Segment) -> None:
     children = [child for siblings in node.children.values() for child in siblings]
     assert all(node.children.values()), "an empty list of siblings"
     assert node.num_children == len(children)
+    assert node.only is (children[0] if len(children) == 1 else None)
     residents = sum(not c.parked for c in children)
     residents += sum(not s.parked for s in node.snapshots.values())
     assert node.num_resident == residents
@@ -282,6 +283,7 @@ def _check_segment(node: Segment) -> None:
         assert all(child.data.startswith(key) for child in siblings)
     for child in children:
         assert (child.parent, child.start) == (node, node.end)
+        assert child.end == child.start + len(child.data) // TOKEN_NBYTES
         assert child.refs <= node.refs or node.parent is None
         assert len(child.data) == len(child.pages) * PAGE_KEY_NBYTES > 0
         assert all(child.start <= s.position < child.end for s in child.seams)

@@ -38,13 +38,15 @@ class Seam(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """Tokens [start, end) of a history and the pages that hold their K/V.
+    """Tokens [start, end) of a history and the pages that hold their K/V. `end`, a multiple of 64,
+    stays as long as the segment does, wherever it is cut or joined.
 
     data: the token ids as bytes, 256 per page. seams: those inside it. made_by: of all its pages.
     parked: `pages` are host pages. refs: running sequences whose path holds it. children: by the
     bytes of their first page; siblings under one key differ in the seams of that page.
     snapshots: by the bytes of the tokens between `end` and the snapshot (fewer than 64 tokens).
     num_children, num_resident: children, and those children and snapshots that are not parked.
+    only: the child, where there is one: long conversations are chains of those.
     """
 
     parent: Segment | None
@@ -59,11 +61,15 @@ class Segment:
     snapshots: dict[bytes, Snapshot] = field(default_factory=dict)
     num_children: int = 0
     num_resident: int = 0
+    only: Segment | None = None
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        """Tokens of the history up to here; a multiple of 64."""
-        return self.start + len(self.data) // TOKEN_NBYTES
+    def __post_init__(self) -> None:
+        self.end = self.start + len(self.data) // TOKEN_NBYTES
+
+    def note_only(self) -> None:
+        """The children have changed."""
+        self.only = next(iter(self.children.values()))[0] if self.num_children == 1 else None
 
 
 def path(node: Segment) -> Iterator[Segment]:
