@@ -43,8 +43,8 @@ def test_an_impossible_cache_folder_is_replaced_by_a_fresh_one(tmp_path: Path) -
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.py")), ids=lambda f: f.name)
 def test_kernels_inline_only_what_the_cache_key_covers(file: Path) -> None:
-    if file.name in ("__init__.py", "backend.py", "drafter.py", "stage.py", "weights.py"):
-        return  # no kernels inside
+    if "njit" not in file.read_text() and file.name not in ginfer.cpu.INLINED:
+        return  # no kernels inside, and none that others take in
     inlined = {f"ginfer.cpu.{Path(name).stem}" for name in ginfer.cpu.INLINED}
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
