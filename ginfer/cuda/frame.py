@@ -16,6 +16,7 @@ from ginfer.cuda.gdn.chunk import Chunks
 from ginfer.cuda.gdn.conv import Rows
 from ginfer.cuda.gdn.prepare import CHUNK
 from ginfer.cuda.rotation import Rotations
+from ginfer.cuda.sampling.keys import MOST_PATH
 from ginfer.cuda.tables import Tables
 from ginfer.sizes import div_ceil
 from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS, SPAN_BLOCKS, KvCodec
@@ -111,7 +112,7 @@ def work_units(spec: ModelSpec, plan: MemoryPlan, tiles: int, *, num_blocks: int
 @dataclass(frozen=True)
 class Staged:
     """What the host knows of a batch, and its tables: columns, rows, the longest row, query items,
-    chunks of GDN, tiles of 16 rows of a decode unit, pages to open."""
+    chunks of GDN, tiles of 16 rows of a decode unit, pages to open; whether it records."""
 
     tables: Tables
     T: int
@@ -121,6 +122,7 @@ class Staged:
     num_chunks: int = 0
     tiles: int = SMALL
     num_expanded: int = 0
+    record: bool = False
 
     @property
     def rows(self) -> Rows:
@@ -209,6 +211,8 @@ class Frame:
             token = (np.arange(T) - batch.row_indptr[:-1][row] + batch.starts[row]).astype(np.int32)
             longest = int(lengths.max(initial=0))
             staged = Staged(tables, T, B, longest, tiles=self._decode_tiles(T))
+        if batch.record:
+            staged = self.recorded_round(B, T)
         tables.begin()
         tables.fill("token", token)
         tables.fill("state_in", batch.state_in)
@@ -268,6 +272,11 @@ class Frame:
     def decode_round(self, B: int) -> Staged:
         """What `fill` returns for a decode batch of B rows of one column."""
         return self._rounds[B]
+
+    def recorded_round(self, B: int, T: int) -> Staged:
+        """What `fill` returns for a batch of B rows of T columns that records."""
+        tables, tiles = self.tables[Phase.DECODE], self._decode_tiles(T)
+        return Staged(tables, T, B, MOST_PATH, tiles=tiles, record=True)
 
     def _decode_tiles(self, T: int) -> int:
         """The least size of units that holds T columns, or the largest."""

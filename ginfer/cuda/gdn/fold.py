@@ -174,6 +174,15 @@ class Recorded:
     convolved_nbytes: int
     ab_nbytes: int
 
+    def layer(self, index: int) -> tuple[int, int, int]:
+        """Addresses of a layer's mix, ab and convolved."""
+        ab = self.ab + index * self.ab_nbytes
+        return (
+            self.mix + index * self.mix_nbytes,
+            ab,
+            self.convolved + index * self.convolved_nbytes,
+        )
+
 
 @dataclass(frozen=True)
 class FoldLayers:

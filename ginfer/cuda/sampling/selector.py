@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ginfer.batch import Selection
+from ginfer.batch import Acceptance, Selection
 from ginfer.cuda.runtime.graph import Graph
 from ginfer.cuda.runtime.memory import PinnedBuffer, copy_to_host, set_bytes
 from ginfer.cuda.runtime.stream import Event
+from ginfer.cuda.sampling.acceptance import accept, verified_records
 from ginfer.cuda.sampling.choose import RESULT_NBYTES
+from ginfer.cuda.sampling.keys import REJECTS
 from ginfer.cuda.sampling.launch import (
     DRAW,
     RESULT,
@@ -43,7 +45,10 @@ if TYPE_CHECKING:
     from ginfer.batch import SelectionBatch
     from ginfer.cuda.runtime.memory import Arena
     from ginfer.cuda.runtime.queue import Queue
+    from ginfer.cuda.sampling.acceptance import Drafts
     from ginfer.spec import ModelSpec
+
+    I32 = NDArray[np.int32]
 
 MAX_TOP = 32  # best ids per row
 MAX_BIAS = 1024  # entries per row
@@ -58,14 +63,16 @@ def _table_words(V: int, selected: int) -> dict[str, int]:
     }
 
 
-def selector_nbytes(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[str, int]:
-    """Bytes on the device, by use."""
+def selector_nbytes(
+    spec: ModelSpec, plan: MemoryPlan, selected: int, max_drafts: int = 0
+) -> dict[str, int]:
+    """Bytes on the device, by use; max_drafts: of a drafter."""
     V = spec.num_token_ids
     return {
         **scratch_nbytes(selected, V, MAX_TOP),
         "draw tables": tables_nbytes(_table_words(V, selected)),
         "counts": plan.num_rows * V * 4,
-        "tokens": plan.num_rows * 4,
+        "tokens": (1 + max_drafts) * plan.num_rows * 4,
         "results": selected * RESULT_NBYTES,
     }
 
@@ -107,11 +114,29 @@ class Pending:
         _fill_logprobs(selection, results, top.reshape(R, num_top))
         return selection
 
+    def accepted(self, firsts: I32) -> I32:
+        """Wait for the accepted drafts of rows, given their first columns."""
+        self._event.synchronize()
+        results = self._host.bytes[: self._shape[0] * RESULT_NBYTES].view(RESULT)
+        return np.array(results["accepted"][firsts], np.int32)
+
     def close(self) -> None:
         """Free the pinned memory once the copy is done."""
         self._event.synchronize()
         self._event.close()
         self._host.close()
+
+
+class PendingRows:
+    """Implements `PendingAcceptance`."""
+
+    def __init__(self, pending: Pending, firsts: I32) -> None:
+        self._pending, self._firsts = pending, firsts
+
+    def read(self) -> Acceptance:
+        """Wait for the results."""
+        selection = self._pending.read()
+        return Acceptance(accepted=self._pending.accepted(self._firsts), selection=selection)
 
 
 @cache
@@ -138,11 +163,18 @@ class Selector:
     """Selections over the rows of one buffer of logits."""
 
     def __init__(
-        self, spec: ModelSpec, plan: MemoryPlan, memory: Arena, *, selected: int, queue: Queue
+        self,
+        spec: ModelSpec,
+        plan: MemoryPlan,
+        memory: Arena,
+        *,
+        selected: int,
+        queue: Queue,
+        max_drafts: int = 0,
     ) -> None:
         self._queue, self._selected, self._lanes = queue, selected, plan.num_rows
         self._V, self._logits_nbytes = spec.num_token_ids, spec.vocab_size * 4
-        sizes = selector_nbytes(spec, plan, selected)
+        sizes = selector_nbytes(spec, plan, selected, max_drafts)
         scratch = scratch_nbytes(selected, self._V, MAX_TOP)
         taken = {name: memory.take(n, "selection") for name, n in scratch.items()}
         self._scratch = SelectionScratch(**taken)
@@ -162,7 +194,8 @@ class Selector:
 
     @property
     def tokens(self) -> int:
-        """Address of the id that each lane drew last, u32."""
+        """Address of the id that each lane drew last, u32, and behind it [drafts][lanes] of a
+        drafter."""
         return self._tokens.address
 
     def capture(self, logits: int) -> None:
@@ -175,8 +208,12 @@ class Selector:
             self._graphs[R, masked, greedy] = Graph(self._queue.stream, work, name=name)
 
     def _launch(self, logits: int, shape: SelectionShape, *, masked: bool) -> None:
+        tables = self._addresses(masked=masked)
+        select(self._queue, logits, tables=tables, scratch=self._scratch, shape=shape)
+
+    def _addresses(self, *, masked: bool, ids: int = 0) -> SelectionTables:
         at = self._tables
-        tables = SelectionTables(
+        return SelectionTables(
             draws=at["draws"],
             mask=at["mask"] if masked else 0,
             bias_ids=at["bias_ids"],
@@ -184,8 +221,8 @@ class Selector:
             counts=self._counts.address,
             results=self._results.address,
             tokens=self._tokens.address,
+            ids=ids,
         )
-        select(self._queue, logits, tables=tables, scratch=self._scratch, shape=shape)
 
     def select(self, logits: int, s: SelectionBatch) -> None:
         """Choose one id for each of R rows of logits, [R] FP32; waits for a mask that is still
@@ -210,9 +247,32 @@ class Selector:
         pending.order(self._results.address, top, shape=shape, queue=self._queue)
         return pending
 
-    def _fill(self, s: SelectionBatch) -> None:
+    def accept(
+        self, logits: int, s: SelectionBatch, drafts: Drafts, rows: tuple[I32, I32]
+    ) -> PendingRows:
+        """Choose for the columns of rows that are verified and settle how far these go; rows:
+        (indptr [B + 1], columns that count [B])."""
+        R, num_top, records = len(s.columns), max(s.num_top, 0), verified_records(s, *rows)
+        assert self._selected >= R
+        assert num_top <= MAX_TOP
+        assert int(s.forced.max(initial=-1)) < self._V
+        self._fill(s, records)
+        shape = SelectionShape(
+            R,
+            self._V,
+            self._logits_nbytes,
+            num_top,
+            greedy=s.num_top < 0 and not s.temperature.any(),
+            rejects=bool((records["how"] & REJECTS).any()),
+        )
+        tables = self._addresses(masked=s.mask is not None, ids=drafts.ids)
+        accept(self._queue, logits, drafts, tables=tables, scratch=self._scratch, shape=shape)
+        return PendingRows(self.answers(s), rows[0][:-1])
+
+    def _fill(self, s: SelectionBatch, records: NDArray[Any] | None = None) -> None:
+        records = self._records(s) if records is None else records
         self._tables.begin()
-        self._tables.fill("draws", self._records(s).view(np.int32))
+        self._tables.fill("draws", records.view(np.int32))
         if len(s.bias_ids):
             self._tables.fill("bias_ids", s.bias_ids.astype(np.int32, copy=False))
             self._tables.fill("bias_values", s.bias_values.astype(np.float32, copy=False))
