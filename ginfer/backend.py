@@ -78,14 +78,16 @@ class Room:
 
     nbytes: memory that plans may take. host_nbytes: host memory that parking may take. slot_nbytes:
     one recurrent slot, and the drafter ring that is saved with it: a snapshot. slots_per_lane: two
-    where rounds run ahead or speculate. plentiful: the memory is the engine's own, so that
-    automatic K/V takes all of it. cost: bytes of `nbytes` that a plan takes.
+    where rounds run ahead or speculate. prefill_chunk: columns of a prefill forward from which on
+    it is no faster. plentiful: the memory is the engine's own, so that automatic K/V takes all of
+    it. cost: bytes of `nbytes` that a plan takes.
     """
 
     nbytes: int
     host_nbytes: int
     slot_nbytes: int
     slots_per_lane: int
+    prefill_chunk: int
     plentiful: bool
     cost: Callable[[MemoryPlan], int]
 
@@ -182,6 +184,9 @@ class Backend(Protocol):
 
     def mlp_block(self, hidden: Hidden, layer_idx: int, batch: ForwardBatch) -> None:
         """hidden += mlp(norm(hidden))."""
+
+    def chunk_times(self) -> list[float]:
+        """Seconds of the prefill forwards that have ended and were not told before, in order."""
 
     def select(self, hidden: Hidden, batch: ForwardBatch) -> PendingSelection:
         """Final norm, head and exact selection for `batch.selection`, whose `forced` and `mask` may

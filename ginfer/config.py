@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 MAX_CONCURRENCY = 8
 CHUNK_MULTIPLE = 64
+MAX_DECODE_GAP_MS = 60_000
 MAX_PREFILL_CHUNK = 16384  # bounds the activation buffers, which are allocated at start
 
 
@@ -23,7 +24,9 @@ class EngineConfig:
     kv_capacity: tokens of K/V for all requests together; None = auto. kv_elastic: when idle, give
     memory that holds nothing back to the system, and take it again with the next request.
     park_mib: host memory for prefixes that leave the arena, 0 = none.
-    prefill_chunk: most prompt tokens per forward. threads: CPU image only, None = all cores.
+    prefill_chunk: most prompt tokens per forward; None = what the backend prefers, or less where
+    memory is short. decode_gap_ms: longest pause of decode that a prefill forward may cause; 64
+    prompt tokens are legal whatever they take. threads: CPU image only, None = all cores.
     cuda_graphs: CUDA image only; False launches rounds kernel by kernel, with the same values.
     """
 
@@ -37,7 +40,8 @@ class EngineConfig:
     max_concurrency: int = 8
     max_pending: int = 16
     pending_timeout_s: float = 600.0
-    prefill_chunk: int = 1024
+    prefill_chunk: int | None = None
+    decode_gap_ms: int = 30
     prefix_reuse: bool = True
     tp: int | None = None  # None = auto
     spec: str = "auto"
@@ -53,8 +57,10 @@ class EngineConfig:
         self._within("max_concurrency", self.max_concurrency, 1, MAX_CONCURRENCY)
         self._within("max_pending", self.max_pending, 1, 1 << 20)
         self._within("park_mib", self.park_mib, 0, 1 << 20)
-        self._within("prefill_chunk", self.prefill_chunk, CHUNK_MULTIPLE, MAX_PREFILL_CHUNK)
-        if self.prefill_chunk % CHUNK_MULTIPLE:
+        self._within("decode_gap_ms", self.decode_gap_ms, 1, MAX_DECODE_GAP_MS)
+        chunk = CHUNK_MULTIPLE if self.prefill_chunk is None else self.prefill_chunk
+        self._within("prefill_chunk", chunk, CHUNK_MULTIPLE, MAX_PREFILL_CHUNK)
+        if chunk % CHUNK_MULTIPLE:
             raise ConfigError(
                 f"prefill_chunk is {self.prefill_chunk}; give a multiple of {CHUNK_MULTIPLE}",
                 param="prefill_chunk",

@@ -91,11 +91,19 @@ engine_options = stacked(
     ),
     click.option(
         "--prefill-chunk",
+        type=auto_count,
+        default="auto",
+        show_default=True,
+        metavar="N|auto",
+        help="Most prompt tokens per forward; a multiple of 64. Auto: 8192 on a GPU.",
+    ),
+    click.option(
+        "--decode-gap-ms",
         type=int,
-        default=EngineConfig.prefill_chunk,
+        default=EngineConfig.decode_gap_ms,
         show_default=True,
         metavar="N",
-        help="Most prompt tokens per forward; a multiple of 64.",
+        help="Longest pause of decode that a prompt may cause.",
     ),
     click.option(
         "--tp",

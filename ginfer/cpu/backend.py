@@ -7,6 +7,7 @@ the linear operators, whose order does not depend on the number of columns.
 from __future__ import annotations
 
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -125,6 +126,7 @@ class CpuBackend:
         self._arena: Arena | None = None
         self._weight_nbytes = 0
         self._staged: Staged | None = None
+        self._began, self._chunk_times = 0.0, list[float]()
         self._drafter_spec = drafter if speculates else None
         self.speculation = CpuSpeculation(spec, self._drafter_spec) if speculates else None
 
@@ -144,6 +146,7 @@ class CpuBackend:
             host_nbytes=host_nbytes,
             slot_nbytes=slot + ring,
             slots_per_lane=2 if self.runs_ahead or self.speculation else 1,
+            prefill_chunk=1024,
             plentiful=False,
             cost=cost,
         )
@@ -270,6 +273,7 @@ class CpuBackend:
         """Stage the batch; return the embedding rows of its tokens, [T, C]."""
         assert self._model is not None
         set_num_threads(self._threads)
+        self._began = perf_counter()
         T, F = batch.num_columns, self._axes.size
         cos, sin = self._view("cos", T, F), self._view("sin", T, F)
         self._staged = stage(batch, cos, sin, self._units)
@@ -348,6 +352,13 @@ class CpuBackend:
         linear_add(hidden, inner, w.down)
         if self.speculation is not None:
             self.speculation.tap(hidden, layer_idx)
+        if batch.phase is Phase.PREFILL and layer_idx == len(self._spec.layers) - 1:
+            self._chunk_times.append(perf_counter() - self._began)
+
+    def chunk_times(self) -> list[float]:
+        """Seconds of the prefill forwards that were not told before."""
+        times, self._chunk_times = self._chunk_times, []
+        return times
 
     def select(self, hidden: F32, batch: ForwardBatch) -> Selection:
         """Final norm, head and selection of the wanted columns; counts the chosen tokens."""

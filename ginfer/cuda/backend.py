@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ginfer.backend import Room
 from ginfer.batch import Phase
 from ginfer.cuda.blocks import Blocks
+from ginfer.cuda.chunk_times import ChunkTimes
 from ginfer.cuda.frame import Frame, Staged, table_words
 from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.catalog import kernels_of
@@ -89,6 +90,8 @@ class CudaBackend:
             held.callback(image.close)
             self._queue = Queue(image, Stream())
             held.callback(self._queue.stream.close)
+            self._chunks = ChunkTimes(self._queue.stream)
+            held.callback(self._chunks.close)
             self._held = held.pop_all()
         self._kernels_nbytes = self._taken()
         self._graphs_nbytes = 0
@@ -116,6 +119,7 @@ class CudaBackend:
             host_nbytes=host_nbytes,
             slot_nbytes=slot_nbytes(self._spec),
             slots_per_lane=2 if self.runs_ahead else 1,
+            prefill_chunk=8192,
             plentiful=True,
             cost=lambda plan: parts_nbytes(request_parts(self._spec, plan)),
         )
@@ -194,6 +198,8 @@ class CudaBackend:
         least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
         assert -self._num_lanes <= least <= most < self._spec.vocab_size  # kernels do not check
         staged = self._frame.fill(batch)
+        if batch.phase is Phase.PREFILL:
+            self._chunks.begin()
         if self.clock is not None:
             self.clock.forward_begins()
         self._replayed = self._is_round(batch)
@@ -217,6 +223,13 @@ class CudaBackend:
         """hidden += mlp(norm(hidden))."""
         if not self._replayed:
             self._blocks.mlp(layer_idx, hidden, batch.phase)
+        if batch.phase is Phase.PREFILL and layer_idx == len(self._spec.layers) - 1:
+            self._chunks.end()
+
+    def chunk_times(self) -> list[float]:
+        """Seconds of the prefill forwards that have ended and were not told before."""
+        self._device.use()
+        return self._chunks.take()
 
     def select(self, hidden: Staged, batch: ForwardBatch) -> Pending:
         """Final norm, head and selection of the wanted columns; counts the chosen tokens."""

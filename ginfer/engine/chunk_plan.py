@@ -1,16 +1,18 @@
 """Chunk plans: which prompts the next prefill forward takes, and how far each of them gets.
 
-A chunk is the largest legal piece of the first prompt; when that ends the prompt, the next prompts
-fill the columns that are left, in order. While rows decode, a chunk is cut so that its predicted
-time is at most the pause that decode may suffer. Where a prompt is cut changes none of its values.
-The loop does not use these plans yet: `engine.scheduler` gives it one piece of one prompt.
+A chunk is the largest legal piece of the first prompt; when that ends the prompt, or where it takes
+a snapshot, the next prompts fill the columns that are left, in order. While rows decode, a chunk is
+cut so that its predicted time is at most the pause that decode may suffer. Where a prompt is cut,
+and what is computed beside it, changes none of its values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
+from ginfer.sizes import div_ceil
 from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
@@ -59,21 +61,6 @@ def piece_of(prompt: PromptView, columns: int) -> Piece | None:
     return Piece(prompt.lane, prompt.start, stop, last=stop == prompt.num_prompt)
 
 
-def plan_chunk(prompts: Sequence[PromptView], columns: int) -> tuple[Piece, ...]:
-    """Pieces of one forward of at most `columns` columns, a multiple of 64, one per prompt. A
-    prompt follows another only behind that one's end; a point ends the chunk."""
-    pieces: list[Piece] = []
-    for prompt in prompts:
-        piece = piece_of(prompt, columns)
-        if piece is None:
-            break
-        pieces.append(piece)
-        columns -= piece.num_columns
-        if not piece.last:
-            break
-    return tuple(pieces)
-
-
 @dataclass(frozen=True)
 class ChunkCost:
     """Seconds of a forward: fixed_s + work * work_s, where the work of n tokens behind a history
@@ -95,9 +82,9 @@ class ChunkCost:
         return self.fixed_s + self.work_s * self.work(start, columns)
 
     def columns_within(self, start: int, pause_s: float, most: int) -> int:
-        """The largest multiple of 64 columns from `start` on, up to `most` and at least 64, whose
-        time is at most pause_s."""
-        low, high = 1, max(most // PAGE_TOKENS, 1)
+        """The largest multiple of 64 columns from `start` on, up to `most`, whose time is at most
+        pause_s; 0 when 64 take longer."""
+        low, high = 0, most // PAGE_TOKENS
         while low < high:
             middle = (low + high + 1) // 2
             if self.seconds(start, middle * PAGE_TOKENS) <= pause_s:
@@ -105,6 +92,49 @@ class ChunkCost:
             else:
                 high = middle - 1
         return low * PAGE_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLimits:
+    """Bounds of one forward. columns: most of all its pieces. pages: K/V pages of its prompts
+    together, None without a bound. pause_s: seconds that it may take while rows decode, as `cost`
+    predicts; 64 columns are legal whatever they take."""
+
+    columns: int
+    cost: ChunkCost
+    pages: int | None = None
+    pause_s: float = inf
+
+
+def plan_chunk(prompts: Sequence[PromptView], limits: ChunkLimits) -> tuple[Piece, ...]:
+    """Pieces of one forward, one per prompt. A prompt follows another only where that one ends or
+    has a point."""
+    return _plan(prompts, limits)[0]
+
+
+def has_room(prompts: Sequence[PromptView], limits: ChunkLimits) -> bool:
+    """Whether the next forward over these prompts has columns left for one more; without any it
+    has."""
+    return not prompts or _plan(prompts, limits)[1] >= PAGE_TOKENS
+
+
+def _plan(prompts: Sequence[PromptView], limits: ChunkLimits) -> tuple[tuple[Piece, ...], int]:
+    """(pieces, columns that a fresh prompt may add)."""
+    pieces: list[Piece] = []
+    columns, cost, pause_s = limits.columns, limits.cost, limits.pause_s
+    pages = inf if limits.pages is None else limits.pages
+    for prompt in prompts:
+        within = cost.columns_within(prompt.start, pause_s, columns)
+        piece = piece_of(prompt, within if pieces else max(within, PAGE_TOKENS))
+        pages -= 0 if piece is None else div_ceil(piece.stop, PAGE_TOKENS)
+        if piece is None or (pages < 0 and pieces):
+            return tuple(pieces), 0
+        pieces.append(piece)
+        columns -= piece.num_columns
+        pause_s -= cost.work_s * cost.work(piece.start, piece.num_columns)
+        if not piece.last and piece.stop not in prompt.points:
+            return tuple(pieces), 0
+    return tuple(pieces), cost.columns_within(0, pause_s, columns)
 
 
 class ChunkClock:

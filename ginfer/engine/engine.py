@@ -13,8 +13,9 @@ from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ginfer.engine.backends import open_backend
+from ginfer.engine.job import Job
 from ginfer.engine.loader import load_weights, open_package
-from ginfer.engine.loop import Job, RoundLoop
+from ginfer.engine.loop import RoundLoop
 from ginfer.engine.memory import available_nbytes, ledger_line, plan_memory
 from ginfer.engine.rank import Rank
 from ginfer.engine.request import EngineInfo, Failed, Finished

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ginfer.cache import PrefixCache, Sequence
+from ginfer.cache import PrefixCache
 from ginfer.engine.admission import Admission
 from ginfer.engine.claims import running_claim, waiting_claim
 from ginfer.engine.grammar import Grammars
+from ginfer.engine.job import Job, Round
 from ginfer.engine.output import Ending, Output
+from ginfer.engine.prefill import PrefillQueue
 from ginfer.engine.request import (
     Failed,
     Finished,
@@ -40,47 +41,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ginfer.batch import Selection
+    from ginfer.cache import Sequence
     from ginfer.config import EngineConfig
     from ginfer.engine.admission import Claim
-    from ginfer.engine.grammar import Constraint
+    from ginfer.engine.chunk_plan import ChunkLimits, Piece
     from ginfer.engine.memory import Capacity
-    from ginfer.engine.rank import Flight, Rank
-    from ginfer.engine.request import Event, Request
+    from ginfer.engine.rank import Rank
+    from ginfer.engine.request import Event
     from ginfer.engine.round import Unit
     from ginfer.frontend.base import Frontend
 
-    Sink = Callable[[Event], None]
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Job:
-    """One accepted request on its way: waiting (lane -1), prefill, decode. Times are of the
-    engine's clock."""
-
-    request: Request
-    sink: Sink
-    submitted: float
-    constraint: Constraint | None = None
-    limit: int = 0
-    output: Output | None = None
-    lane: int = -1
-    sequence: Sequence | None = None
-    generated: list[int] = field(default_factory=list)
-    in_flight: int = 0  # tokens that are ordered and not read
-    cached_tokens: int = 0
-    admitted: float | None = None
-    first_token: float | None = None
-
-
-@dataclass(eq=False)
-class Round:
-    """A unit on its way: row i of its flight belongs to jobs[i]."""
-
-    jobs: list[Job]
-    flight: Flight
-    decodes: bool
 
 
 class RoundLoop:
@@ -105,7 +76,7 @@ class RoundLoop:
         self._rank, self._frontend, self._clock, self._on_end = rank, frontend, clock, on_end
         self.grammars = Grammars(frontend, rank.spec.vocab_size)
         self._max_context = capacity.max_context
-        self._prefill_chunk = plan.max_columns
+        self._prefill = PrefillQueue(rank.spec, plan, config.decode_gap_ms / 1e3)
         self._timeout_s = config.pending_timeout_s
         self._waiting: deque[Job] = deque()
         self._lanes: list[Job | None] = [None] * plan.num_rows
@@ -113,7 +84,6 @@ class RoundLoop:
             plan.num_rows, capacity.num_pages, page_ids=capacity.geometry.num_pages
         )
         self._stalled = False  # nobody can enter before something ends or arrives
-        self._owner: Job | None = None
         self._ready: tuple[int, ...] = ()
         self._decoded_last = False
         self._outstanding: Round | None = None  # drawn and not read
@@ -176,7 +146,7 @@ class RoundLoop:
         self.cache.check_integrity()
         running = [job for job in self._lanes if job is not None]
         assert all(self._lanes[job.lane] is job for job in running)
-        expected = {job.lane for job in running if job is not self._owner}
+        expected = {job.lane for job in running if job not in self._prefill.jobs}
         assert set(self._ready) == expected
         assert self.cache.gauges()["free_slots"] == len(self._lanes) - len(running)
         assert self._admission.fits([self._running_claim(job) for job in running])
@@ -184,13 +154,16 @@ class RoundLoop:
     # -- rounds -----------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Admit at most one request, order one unit and read the one before; False when there is
-        nothing to do. An exception that comes out is the backend's, and the loop cannot go on
-        after it."""
+        """Admit requests while the next chunk has room, order one unit and read the one before;
+        False when there is nothing to do. An exception that comes out is the backend's, and the
+        loop cannot go on after it."""
         started = perf_counter()
-        can_admit = self._waiting and not self._stalled and None in self._lanes
-        admitted = self._admit() if can_admit and may_admit(self._view()) else False
-        unit = next_unit(self._view(), self._prefill_chunk)
+        self._prefill.observe(self._rank.backend.chunk_times())
+        admitted = False
+        while self._may_admit() and self._admit():
+            admitted = True
+        view = self._view()
+        unit = next_unit(view, self._limits(view))
         if unit is None and self._outstanding is None:
             assert admitted or not self._waiting, "an empty engine refuses a request that fits"
             return admitted
@@ -204,22 +177,40 @@ class RoundLoop:
         return True
 
     def _view(self) -> RoundView:
-        job, owner, points = self._owner, None, tuple[int, ...]()
-        if job is not None and job.sequence is not None:
-            owner = (job.lane, int(self._rank.frontier[job.lane]), job.request.prompt.num_tokens)
-            points = tuple(job.sequence.points)
-        ready = tuple(lane for lane in self._ready if self._wants_more(lane))
-        return RoundView(owner=owner, points=points, ready=ready, decoded_last=self._decoded_last)
+        return RoundView(
+            prompts=self._prefill.views(self._rank.frontier),
+            ready=tuple(lane for lane in self._ready if self._wants_more(lane)),
+            decoded_last=self._decoded_last,
+        )
+
+    def _limits(self, view: RoundView) -> ChunkLimits:
+        return self._prefill.limits(decoding=bool(view.ready))
 
     def _wants_more(self, lane: int) -> bool:
         """Whether a request can go on after the tokens that are in flight."""
         job = self._lanes[lane]
         return job is not None and len(job.generated) + job.in_flight < job.limit
 
+    def _may_admit(self) -> bool:
+        if not self._waiting or self._stalled or None not in self._lanes:
+            return False
+        view = self._view()
+        return may_admit(view, self._limits(view)) and (not view.prompts or self._may_join())
+
+    def _may_join(self) -> bool:
+        """Whether the oldest waiting request may enter beside prompts in prefill. Nobody passes it
+        there, and it waits for a state that they leave."""
+        prompt = self._waiting[0].request.prompt
+        if self._prefill.will_help(prompt, self.cache.match(prompt).num_tokens):
+            return False
+        return self._admission.fits(
+            [*self._running_claims(), self._waiting_claim(self._waiting[0])]
+        )
+
     def _admit(self) -> bool:
         """Let the request enter that the policy chooses, if any."""
-        running = [self._running_claim(job) for job in self._lanes if job is not None]
-        key = self._admission.choose(map(self._waiting_claim, self._waiting), running)
+        claims = map(self._waiting_claim, self._waiting)
+        key = self._admission.choose(claims, self._running_claims())
         job = next((job for job in self._waiting if job.request.request_id == key), None)
         self._stalled = job is None
         if job is None:
@@ -232,15 +223,21 @@ class RoundLoop:
             self._enter(job, sequence, max(known - sequence.cached_tokens, 0))
         return sequence is not None
 
+    def _running_claims(self) -> list[Claim]:
+        return [self._running_claim(job) for job in self._lanes if job is not None]
+
     def _waiting_claim(self, job: Job) -> Claim:
-        hit = self.cache.match(job.request.prompt)
-        return waiting_claim(job.request, job.limit, hit, self._prefill_chunk)
+        prompt = job.request.prompt
+        chunk = self._prefill.chunk_beside(prompt.num_tokens)
+        return waiting_claim(job.request, job.limit, self.cache.match(prompt), chunk)
 
     def _running_claim(self, job: Job) -> Claim:
         assert job.sequence is not None
-        left = job.request.prompt.num_tokens - int(self._rank.frontier[job.lane])
+        num_prompt = job.request.prompt.num_tokens
+        left = num_prompt - int(self._rank.frontier[job.lane])
         work = max(left, 0), job.limit - len(job.generated)
-        return running_claim(job.request.request_id, job.sequence, work, self._prefill_chunk)
+        chunk = self._prefill.chunk_beside(num_prompt)
+        return running_claim(job.request.request_id, job.sequence, work, chunk)
 
     def _enter(self, job: Job, sequence: Sequence, num_recomputed: int) -> None:
         """Give an admitted request its lane; prefill is next."""
@@ -250,7 +247,8 @@ class RoundLoop:
         self._waiting.remove(job)
         job.sequence, job.lane, job.admitted = sequence, self._lanes.index(None), now
         job.cached_tokens = sequence.cached_tokens
-        self._lanes[job.lane] = self._owner = job
+        self._lanes[job.lane] = job
+        self._prefill.jobs.append(job)
         self._rank.open_lane(job.lane, request, sequence)
         self.stats.queue_s.observe(now - job.submitted)
         self.stats.prompt_tokens += num_prompt
@@ -270,7 +268,7 @@ class RoundLoop:
         """Order the forward of a unit; None when it draws nothing."""
         began = perf_counter()
         prefills = isinstance(unit, PrefillUnit)
-        ordered = self._prefill(unit) if isinstance(unit, PrefillUnit) else self._decode(unit)
+        ordered = self._advance(unit) if isinstance(unit, PrefillUnit) else self._decode(unit)
         self.stats.forward_s += perf_counter() - began
         self._decoded_last = not prefills
         if ordered.flight.batch.selection is None:
@@ -279,20 +277,28 @@ class RoundLoop:
             job.in_flight += 1
         return ordered
 
-    def _prefill(self, unit: PrefillUnit) -> Round:
-        job = self._owner
-        assert job is not None
-        assert job.sequence is not None
-        self._grow(job, unit.stop)
-        flight = self._rank.prefill(unit)
-        self.cache.commit(job.sequence, unit.stop)
-        self._rank.set_pages(unit.lane, job.sequence.pages)
+    def _advance(self, unit: PrefillUnit) -> Round:
+        """Order a chunk. Its prompts that end want their first token drawn."""
+        jobs = {job.lane: job for job in self._prefill.jobs}
+        for piece in unit.pieces:
+            self._grow(jobs[piece.lane], piece.stop)
+        flight = self._rank.prefill(unit.pieces)
+        self._prefill.ordered(unit.pieces)
         self.stats.prefill_rounds += 1
-        self.stats.prefill_tokens += unit.stop - unit.start
-        if unit.last:
-            self._owner, self._stalled = None, False
-            self._ready = tuple(sorted((*self._ready, unit.lane)))
-        return Round([job], flight, decodes=False)
+        for piece in unit.pieces:
+            self._commit_piece(jobs[piece.lane], piece)
+        return Round([jobs[lane] for lane in flight.lanes], flight, decodes=False)
+
+    def _commit_piece(self, job: Job, piece: Piece) -> None:
+        """A piece is ordered; behind it the prompt may have ended."""
+        assert job.sequence is not None
+        self.cache.commit(job.sequence, piece.stop)
+        self._rank.set_pages(piece.lane, job.sequence.pages)
+        self.stats.prefill_tokens += piece.num_columns
+        if piece.last:
+            self._prefill.jobs.remove(job)
+            self._stalled = False
+            self._ready = tuple(sorted((*self._ready, piece.lane)))
 
     def _decode(self, unit: DecodeUnit) -> Round:
         jobs = [job for lane in unit.lanes if (job := self._lanes[lane]) is not None]
@@ -430,8 +436,8 @@ class RoundLoop:
             self._lanes[job.lane] = None
             self._stalled = False
             self._ready = tuple(lane for lane in self._ready if lane != job.lane)
-            if self._owner is job:
-                self._owner = None
+            if job in self._prefill.jobs:
+                self._prefill.jobs.remove(job)
             job.lane = -1
         self._on_end(job.request.request_id)
 

@@ -9,11 +9,13 @@ snapshots. Where memory is plentiful, automatic capacity takes all of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ginfer.backend import MemoryPlan
 from ginfer.cache import CacheGeometry
+from ginfer.config import CHUNK_MULTIPLE
 from ginfer.errors import ConfigError
 from ginfer.sizes import MIB, align_up, div_ceil, human_bytes
 from ginfer.spec import PAGE_TOKENS, KvCodec
@@ -23,9 +25,13 @@ if TYPE_CHECKING:
     from ginfer.config import EngineConfig
     from ginfer.spec import ModelSpec
 
+log = logging.getLogger(__name__)
+
 UNIT_NBYTES = 2 * MIB
 AUTO_KV_NBYTES = 128 * MIB  # modest automatic K/V; one request of max_context always fits
 SNAPSHOTS_PER_LANE = 4  # system and tools, two prompt frontiers, a response end
+LEAST_CHUNK = 1024  # an automatic prefill chunk is not made shorter
+CHUNK_SHARE = 8  # its workspace takes at most 1 / so much of the memory
 SNAPSHOT_SHARE = 4  # where memory is plentiful, snapshots are promised at most 1 / so much
 
 
@@ -61,6 +67,8 @@ def plan_memory(config: EngineConfig, spec: ModelSpec, room: Room) -> Capacity:
     """Resolve every 'auto'. Raises ConfigError with both numbers when the options do not fit the
     model, each other, or the memory that is available."""
     _check_parking(config, room)
+    if config.prefill_chunk is None:
+        config = replace(config, prefill_chunk=_automatic_chunk(config, spec, room))
     codec = KvCodec(config.kv_dtype)
     page, unit = page_nbytes(spec, codec), unit_nbytes(spec, codec)
     unit_cost = unit + spec.scales_nbytes(codec) * unit // page
@@ -129,6 +137,29 @@ def _plan(
     )
 
 
+def _automatic_chunk(config: EngineConfig, spec: ModelSpec, room: Room) -> int:
+    """The chunk that the backend prefers, or the half, quarter .. whose workspace is a modest part
+    of the memory that slots leave."""
+
+    def cost(chunk: int) -> int:
+        wanted = replace(config, prefill_chunk=chunk)
+        longest = min(config.max_context or spec.max_context, spec.max_context)
+        return room.cost(_plan(wanted, spec, room, max_context=longest))
+
+    chunk, least = room.prefill_chunk, cost(CHUNK_MULTIPLE)
+    while chunk > LEAST_CHUNK and (cost(chunk) - least) * CHUNK_SHARE > room.nbytes - least:
+        chunk //= 2
+    if chunk < room.prefill_chunk:
+        log.info(
+            "prefill_chunk is %d: %d would take %s of %s beside the slots",
+            chunk,
+            2 * chunk,
+            human_bytes(cost(2 * chunk) - least),
+            human_bytes(max(room.nbytes - least, 0)),
+        )
+    return chunk
+
+
 def _check_parking(config: EngineConfig, room: Room) -> None:
     wanted = config.park_mib * MIB
     if wanted > room.host_nbytes:
@@ -141,7 +172,7 @@ def _check_parking(config: EngineConfig, room: Room) -> None:
 
 def prefill_chunk(config: EngineConfig, max_context: int) -> int:
     """Most tokens of a prefill forward; never more than the longest prompt."""
-    return min(config.prefill_chunk, align_up(max_context, PAGE_TOKENS))
+    return min(config.prefill_chunk or CHUNK_MULTIPLE, align_up(max_context, PAGE_TOKENS))
 
 
 def _max_context(config: EngineConfig, spec: ModelSpec, affordable_pages: int) -> int:

@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from ginfer.backend import Backend, Hidden, MemoryPlan
     from ginfer.batch import I32, PendingSelection, Selection, TokenMask, WorkItems
     from ginfer.cache import Sequence
+    from ginfer.engine.chunk_plan import Piece
     from ginfer.engine.request import Request
-    from ginfer.engine.round import PrefillUnit
+    from ginfer.prompt import PreparedPrompt
     from ginfer.spec import ModelSpec
 
 
 @dataclass(eq=False)
 class Flight:
-    """A forward that is ordered, and its selection once it is drawn. stops: [B] int32, tokens of
-    its rows in K/V and state after it."""
+    """A forward that is ordered, and its selection once it is drawn. lanes: of the R rows that draw
+    a token. stops, slots: [R] int32, their tokens in K/V and state after it, and where that is."""
 
     lanes: tuple[int, ...]
     batch: ForwardBatch
     stops: I32
+    slots: I32
     hidden: Hidden
     pending: PendingSelection | None = None
 
@@ -80,35 +82,39 @@ class Rank:
         """Tokens of a lane that are in K/V and state once all ordered forwards are done."""
         return int(self._ordered[lane])
 
-    def prefill(self, unit: PrefillUnit) -> Flight:
-        """Order one chunk, whose state stays in its slot and is settled at once. The chunk that
-        ends the prompt wants the first token drawn."""
-        lane, start, stop = unit.lane, unit.start, unit.stop
-        request = self._requests[lane]
-        assert request is not None
-        prompt, lanes = request.prompt, np.array([lane], np.int32)
-        if prompt.positions is None:
-            positions = np.tile(np.arange(start, stop, dtype=np.int32), (3, 1))
-        else:
-            positions = np.ascontiguousarray(prompt.positions[:, start:stop])
-        stops, selection = np.array([stop], np.int32), None
-        if unit.last:
-            last = np.array([stop - start - 1], np.int32)
-            selection = self._sampling.select((lane,), last, stops, purpose=Purpose.PROMPT)
+    def prefill(self, pieces: tuple[Piece, ...]) -> Flight:
+        """Order one chunk, a piece of each of its prompts. States stay in their slots and are
+        settled at once. The prompts that it ends want their first token drawn."""
+        lanes = np.array([piece.lane for piece in pieces], np.int32)
+        stops = np.array([piece.stop for piece in pieces], np.int32)
+        row_indptr = np.cumsum([0, *(piece.num_columns for piece in pieces)], dtype=np.int32)
+        ends = np.flatnonzero([piece.last for piece in pieces])
+        drawn = tuple(lanes[ends].tolist())
+        selection = None
+        if drawn:
+            columns = row_indptr[1:][ends] - np.int32(1)
+            selection = self._sampling.select(drawn, columns, stops[ends], purpose=Purpose.PROMPT)
         batch = ForwardBatch(
             phase=Phase.PREFILL,
-            token_ids=prompt.token_ids[start:stop],
-            positions=positions,
-            row_indptr=np.array([0, stop - start], np.int32),
+            token_ids=np.concatenate(
+                [self._prompt(p.lane).token_ids[p.start : p.stop] for p in pieces]
+            ),
+            positions=np.concatenate([_positions(self._prompt(p.lane), p) for p in pieces], axis=1),
+            row_indptr=row_indptr,
             starts=self._ordered[lanes],
-            page_table=self._page_table(lanes, stop),
+            page_table=self._page_table(lanes, int(stops.max())),
             state_in=self._slots[lanes],
             state_out=self._slots[lanes],
             selection=selection,
         )
-        flight = self._order((lane,), batch, stops)
-        self.frontier[lane] = stop
-        return flight
+        hidden = self._order(lanes, batch, stops)
+        self.frontier[lanes] = stops
+        return Flight(drawn, batch, stops[ends], batch.state_out[ends], hidden)
+
+    def _prompt(self, lane: int) -> PreparedPrompt:
+        request = self._requests[lane]
+        assert request is not None
+        return request.prompt
 
     def decode(self, lanes: tuple[int, ...]) -> Flight:
         """Order a round that feeds the token that every lane drew last, and wants the next one."""
@@ -130,7 +136,7 @@ class Rank:
             items=self._items(lanes, page_table, starts),
             selection=self._sampling.select(lanes, columns[:-1], stops, purpose=Purpose.DECODE),
         )
-        return self._order(lanes, batch, stops)
+        return Flight(lanes, batch, stops, partners, self._order(rows, batch, stops))
 
     def _items(self, lanes: tuple[int, ...], page_table: I32, starts: I32) -> WorkItems:
         """Work items of a round; the same as long as no page comes and no row enters a block."""
@@ -141,11 +147,10 @@ class Rank:
             self._shared = (key, items)
         return items
 
-    def _order(self, lanes: tuple[int, ...], batch: ForwardBatch, stops: I32) -> Flight:
+    def _order(self, lanes: I32, batch: ForwardBatch, stops: I32) -> Hidden:
         hidden = qwen.forward(self.spec, self.backend, batch)
-        rows = list(lanes)
-        self._ordered[rows], self._slots[rows] = stops, batch.state_out
-        return Flight(lanes, batch, stops, hidden)
+        self._ordered[lanes], self._slots[lanes] = stops, batch.state_out
+        return hidden
 
     def draw(self, flight: Flight, forced: list[int], mask: TokenMask | None) -> None:
         """Order the selection of a flight: row i takes `forced[i]` unless -1."""
@@ -168,8 +173,15 @@ class Rank:
             sequence = self._sequences[lane]
             assert sequence is not None
             self.frontier[lane] = flight.stops[i]
-            sequence.state_slot = int(flight.batch.state_out[i])
+            sequence.state_slot = int(flight.slots[i])
 
     def _page_table(self, rows: I32, num_tokens: int) -> I32:
         num_pages = -(-num_tokens // PAGE_TOKENS)
         return self._pages[:, :num_pages].take(rows, axis=0)
+
+
+def _positions(prompt: PreparedPrompt, piece: Piece) -> I32:
+    """Rotary positions of a piece, [3, T]."""
+    if prompt.positions is not None:
+        return prompt.positions[:, piece.start : piece.stop]
+    return np.tile(np.arange(piece.start, piece.stop, dtype=np.int32), (3, 1))

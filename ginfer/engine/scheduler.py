@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ginfer.engine.chunk_plan import has_room, plan_chunk
 from ginfer.engine.round import DecodeUnit, PrefillUnit
 from ginfer.sizes import div_ceil
 from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
+    from ginfer.engine.chunk_plan import ChunkLimits
     from ginfer.engine.round import RoundView, Unit
 
 
@@ -23,23 +25,18 @@ def entitled_pages(num_prompt: int, num_output: int) -> int:
     return div_ceil(num_prompt + num_output - 1, PAGE_TOKENS)
 
 
-def may_admit(view: RoundView) -> bool:
-    """Whether this turn may admit a request: prefill has no owner, and running requests have had
-    their decode round."""
-    return view.owner is None and (view.decoded_last or not view.ready)
+def may_admit(view: RoundView, limits: ChunkLimits) -> bool:
+    """Whether this turn may admit a request: the next chunk has columns left, and running requests
+    have had their decode round."""
+    return _may_prefill(view) and has_room(view.prompts, limits)
 
 
-def chunk_end(start: int, num_prompt: int, prefill_chunk: int) -> int:
-    """End of the chunk that starts at `start`: the prompt's end, or an absolute multiple of 64."""
-    limit = start + prefill_chunk
-    return num_prompt if limit >= num_prompt else limit // PAGE_TOKENS * PAGE_TOKENS
-
-
-def next_unit(view: RoundView, prefill_chunk: int) -> Unit | None:
+def next_unit(view: RoundView, limits: ChunkLimits) -> Unit | None:
     """The next unit; prefill chunks and decode rounds alternate strictly while both have work."""
-    if view.owner is not None and (view.decoded_last or not view.ready):
-        lane, start, num_prompt = view.owner
-        stop = chunk_end(start, num_prompt, prefill_chunk)
-        stop = next((point for point in view.points if start < point < stop), stop)
-        return PrefillUnit(lane, start, stop, last=stop == num_prompt)
+    if view.prompts and _may_prefill(view):
+        return PrefillUnit(plan_chunk(view.prompts, limits))
     return DecodeUnit(view.ready) if view.ready else None
+
+
+def _may_prefill(view: RoundView) -> bool:
+    return view.decoded_last or not view.ready

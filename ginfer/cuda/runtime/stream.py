@@ -74,6 +74,14 @@ class Event:
         """Wait for the marked work."""
         call("cuEventSynchronize", driver.cuEventSynchronize(self.handle))
 
+    def reached(self) -> bool:
+        """Whether the marked work is done."""
+        (status,) = driver.cuEventQuery(self.handle)
+        if status == driver.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        call("cuEventQuery", (status,))
+        return True
+
     def elapsed_ms(self, start: Event) -> float:
         """Device time since `start`, both timed and reached."""
         return float(

@@ -48,6 +48,7 @@ CHANGES = [
     ("--kv-elastic", "engine.kv_elastic", True),
     ("--park-mib 64", "engine.park_mib", 64),
     ("--prefill-chunk 128", "engine.prefill_chunk", 128),
+    ("--decode-gap-ms 50", "engine.decode_gap_ms", 50),
     ("--max-concurrency 2", "engine.max_concurrency", 2),
     ("--max-pending-requests 3", "engine.max_pending", 3),
     ("--pending-timeout-ms 1500", "engine.pending_timeout_s", 1.5),

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from ginfer.engine.admission import Admission, Claim
+from ginfer.engine.chunk_plan import ChunkCost, ChunkLimits, PromptView
 from ginfer.engine.round import DecodeUnit, PrefillUnit, RoundView
 from ginfer.engine.scheduler import entitled_pages, may_admit, next_unit
 
 CHUNK = 256
+LIMITS = ChunkLimits(columns=CHUNK, cost=ChunkCost(0.0, 0.0, 0.0))
 
 
 def claim(key, reserve, work, pages=()):
@@ -141,14 +143,16 @@ class Workload:
     """A random workload in simulated time, run with the scheduler and the admission of the loop."""
 
     seed: int
-    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("passed", "waits"), 0))
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("passed", "waits", "packed"), 0)
+    )
 
     def __post_init__(self):
         rng = self.rng = random.Random(self.seed)
         self.num_lanes, self.num_pages = rng.randint(1, 8), rng.randint(30, 120)
         self.admission = Admission(self.num_lanes, self.num_pages)
         self.round_s, self.chunk_s = 1.0, rng.choice((0.5, 2.0, 8.0))
-        self.now, self.owner, self.decoded_last = 0.0, None, False
+        self.now, self.prefilling, self.decoded_last = 0.0, [], False
         self.waiting, self.running, self.changed = [], [], True
         self.rounds = self.head_rounds = 0
         self.head, self.bound = None, 0
@@ -191,10 +195,9 @@ class Workload:
 
     def end(self, visitor, how):
         visitor.ended, visitor.ended_at, self.changed = how, self.now, True
-        for group in (self.waiting, self.running):
+        for group in (self.waiting, self.running, self.prefilling):
             if visitor in group:
                 group.remove(visitor)
-        self.owner = None if self.owner is visitor else self.owner
 
     def control(self):
         for visitor in (*self.waiting, *self.running):
@@ -205,16 +208,28 @@ class Workload:
                 self.end(visitor, "expired")
 
     def view(self):
-        v = self.owner
-        owner = (self.running.index(v), v.computed, v.prompt) if v else None
-        ready = tuple(i for i, v in enumerate(self.running) if v is not self.owner)
-        return RoundView(owner=owner, ready=ready, decoded_last=self.decoded_last)
+        prompts = tuple(
+            PromptView(self.running.index(v), v.computed, v.prompt) for v in self.prefilling
+        )
+        ready = tuple(i for i, v in enumerate(self.running) if v not in self.prefilling)
+        return RoundView(prompts=prompts, ready=ready, decoded_last=self.decoded_last)
+
+    def may_join(self):
+        claims = [v.claim() for v in (*self.running, self.waiting[0])]
+        return not self.prefilling or self.admission.fits(claims)
 
     def admit(self):
+        while self.admit_one():
+            pass
+
+    def admit_one(self):
         if self.waiting and self.waiting[0] is not self.head:
             self.head, self.head_rounds, self.bound = self.waiting[0], 0, 0
-        if not self.waiting or not self.changed or not may_admit(self.view()):
-            return
+        if not self.waiting or not self.changed or not may_admit(self.view(), LIMITS):
+            return False
+        if not self.may_join():
+            return False
+        self.counts["packed"] += bool(self.prefilling)
         running = [v.claim() for v in self.running]
         key = self.admission.choose((v.claim() for v in self.waiting), running)
         if self.admission.epoch and not self.bound:
@@ -228,17 +243,20 @@ class Workload:
                 self.counts["passed"] += 1
             self.waiting.remove(visitor)
             self.running.append(visitor)
-            self.owner = visitor
+            self.prefilling.append(visitor)
             assert self.admission.fits([v.claim() for v in self.running])
+        return self.changed
 
     def work(self):
-        unit = next_unit(self.view(), CHUNK)
+        unit = next_unit(self.view(), LIMITS)
         if isinstance(unit, PrefillUnit):
             self.now += self.chunk_s
-            self.owner.computed, self.decoded_last = unit.stop, False
-            if unit.last:
-                visitor, self.owner = self.owner, None
-                self.draw(visitor)
+            self.decoded_last = False
+            for visitor, piece in [(self.running[p.lane], p) for p in unit.pieces]:
+                visitor.computed = piece.stop
+                if piece.last:
+                    self.prefilling.remove(visitor)
+                    self.draw(visitor)
         elif isinstance(unit, DecodeUnit):
             self.now += self.round_s
             self.decoded_last = True
@@ -257,11 +275,12 @@ class Workload:
 
 
 def check_workloads(seeds):
-    passed = waits = expired = 0
+    passed = waits = packed = expired = 0
     for seed in seeds:
         workload = Workload(seed).run()
         passed += workload.counts["passed"]
         waits += workload.counts["waits"]
+        packed += workload.counts["packed"]
         for visitor in workload.visitors:
             expired += visitor.ended == "expired"
             late = visitor.ended_at - visitor.deadline
@@ -269,6 +288,7 @@ def check_workloads(seeds):
             assert visitor.ended != "finished" or visitor.drawn == visitor.stops
     assert passed > len(seeds)
     assert waits > len(seeds)
+    assert packed > len(seeds)
     assert expired > len(seeds) // 10
 
 

@@ -4,9 +4,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ginfer.engine.chunk_plan import ChunkClock, ChunkCost, Piece, PromptView, piece_of, plan_chunk
+from ginfer.engine import chunk_plan
+from ginfer.engine.chunk_plan import (
+    ChunkClock,
+    ChunkCost,
+    ChunkLimits,
+    Piece,
+    PromptView,
+    has_room,
+    piece_of,
+)
 
 TRUE = ChunkCost(0.004, 80e-6, 1 / 65_536)
+
+
+def plan_chunk(prompts, columns, **bounds):
+    return chunk_plan.plan_chunk(prompts, ChunkLimits(columns=columns, cost=TRUE, **bounds))
 
 
 def test_a_long_prompt_takes_the_whole_chunk_to_a_multiple_of_64():
@@ -23,9 +36,28 @@ def test_short_prompts_are_packed_in_order_and_the_last_one_is_cut():
     )
 
 
-def test_nothing_overtakes_a_prompt_that_does_not_end():
+def test_a_prompt_follows_where_the_one_before_takes_a_snapshot():
     prompts = [PromptView(0, 10, 100, points=(64,)), PromptView(1, 0, 10)]
-    assert plan_chunk(prompts, 1024) == (Piece(0, 10, 64, last=False),)
+    assert plan_chunk(prompts, 1024) == (Piece(0, 10, 64, last=False), Piece(1, 0, 10, last=True))
+
+
+def test_prompts_share_a_chunk_as_long_as_their_pages_fit():
+    prompts = [PromptView(0, 6400, 6500), PromptView(1, 0, 64), PromptView(2, 0, 10)]
+    for pages, count in ((1, 1), (102, 1), (103, 2), (104, 3), (None, 3)):
+        assert len(plan_chunk(prompts, 1024, pages=pages)) == count
+        limits = ChunkLimits(columns=1024, cost=TRUE, pages=pages)
+        assert has_room(prompts, limits) == (count == 3)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.01, 0.02, 0.03, 0.2])
+def test_a_packed_chunk_keeps_to_the_pause(pause_s):
+    prompts = [PromptView(lane, 8192 * lane, 8192 * lane + 130) for lane in range(8)]
+    pieces = plan_chunk(prompts, 8192, pause_s=pause_s)
+    seconds = TRUE.fixed_s + sum(
+        TRUE.work_s * TRUE.work(piece.start, piece.num_columns) for piece in pieces
+    )
+    assert seconds <= pause_s or (len(pieces) == 1 and pieces[0].num_columns == 64)
+    assert len(pieces) == (1, 1, 1, 2, 8)[(0.0, 0.01, 0.02, 0.03, 0.2).index(pause_s)]
 
 
 def test_columns_that_reach_no_legal_end_stay_empty():
@@ -75,8 +107,8 @@ def test_chunks_of_any_prompts_are_legal_and_finish_them(waiting, pages):
 def test_a_chunk_keeps_to_the_pause_and_uses_it(start, pause_s):
     columns = TRUE.columns_within(start, pause_s, 8192)
     assert columns % 64 == 0
-    assert 64 <= columns <= 8192
-    if columns > 64:
+    assert 0 <= columns <= 8192
+    if columns:
         assert TRUE.seconds(start, columns) <= pause_s
     if columns < 8192:
         assert TRUE.seconds(start, columns + 64) > pause_s
@@ -109,4 +141,4 @@ def test_no_observation_makes_a_cost_negative(times):
         observe(clock, start, 64 * pages, seconds)
         assert clock.cost.fixed_s >= -1e-9
         assert clock.cost.work_s >= 0
-        assert 64 <= clock.cost.columns_within(start, 0.03, 8192) <= 8192
+        assert 0 <= clock.cost.columns_within(start, 0.03, 8192) <= 8192

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -124,3 +125,22 @@ def test_a_ledger_reads_as_one_line():
     assert ledger_line({"weights": 5 << 20, "parking": 0, "arena": 3 << 30}) == (
         "3.0 GiB: weights 5.0 MiB, arena 3.0 GiB"
     )
+
+
+@pytest.mark.parametrize(
+    ("gib", "chunk"), [(64, 8192), (9, 8192), (6, 4096), (3, 2048), (1, 1024)]
+)
+def test_an_automatic_chunk_shrinks_with_the_memory_and_says_so(caplog, gib, chunk):
+    plain = CpuBackend(QWEN_DEMO.spec).room(0, gib * GIB)
+
+    def cost(plan):
+        return plain.cost(plan) + plan.max_columns * 128 * 1024
+
+    room = replace(plain, prefill_chunk=8192, cost=cost)
+    config = EngineConfig(package=Path("p"))
+    with caplog.at_level("INFO", "ginfer.engine.memory"):
+        capacity = plan_memory(config, QWEN_DEMO.spec, room)
+    assert capacity.plan.max_columns == chunk
+    assert (f"prefill_chunk is {chunk}" in caplog.text) == (chunk < 8192)
+    asked = plan_memory(replace(config, prefill_chunk=4096), QWEN_DEMO.spec, room)
+    assert asked.plan.max_columns == 4096
