@@ -58,7 +58,7 @@ def matrix_flops(model: Any) -> float:
     for w in model.layers:
         matrices = (w.inner, w.output, w.gate_up, w.down, w.a_b)
         total += sum(m.N * m.K for m in matrices if m is not None)
-    return 2.0 * total
+    return 2.0 * float(total)
 
 
 def attention_flops(backend: Any, start: int, columns: int) -> float:
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("package", type=Path)
     parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS, help="tokens")
     parser.add_argument("--long", action="store_true", help="a prompt of almost 256K as well")
-    parser.add_argument("--decode-gap-ms", type=float, default=30.0, help="of the engine")
+    parser.add_argument("--decode-gap-ms", type=int, default=30, help="of the engine")
     parser.add_argument("--out", type=Path, nargs="?", const=SUMMARY, help="merge figures into it")
     parser.add_argument("--commit", default="", help="the commit to record; default: git's")
     options = parser.parse_args()
@@ -284,6 +284,7 @@ def main() -> None:
         backend="cuda",
         max_context=262_144 if options.long else 160 * KIB_TOKENS,
         prefill_chunk=CHUNK,
+        decode_gap_ms=options.decode_gap_ms,
         prefix_reuse=False,
     )
     with Engine.open(config) as engine:

@@ -127,9 +127,7 @@ def test_a_ledger_reads_as_one_line():
     )
 
 
-@pytest.mark.parametrize(
-    ("gib", "chunk"), [(64, 8192), (9, 8192), (6, 4096), (3, 2048), (1, 1024)]
-)
+@pytest.mark.parametrize(("gib", "chunk"), [(64, 8192), (9, 8192), (6, 4096), (3, 2048), (1, 1024)])
 def test_an_automatic_chunk_shrinks_with_the_memory_and_says_so(caplog, gib, chunk):
     plain = CpuBackend(QWEN_DEMO.spec).room(0, gib * GIB)
 
