@@ -107,7 +107,7 @@ def fill(engine: Engine, context: int, seconds: float) -> Counter[str]:
 def ledger_error(engine: Engine, free_before: int, free_after: int) -> float:
     """By what part the ledger differs from the device memory that is gone."""
     ledger = engine.stats()["memory"]
-    counted = sum(nbytes for use, nbytes in ledger.items() if use != "parking")
+    counted: int = sum(nbytes for use, nbytes in ledger.items() if use != "parking")
     return abs(counted / (free_before - free_after) - 1)
 
 
