@@ -2,8 +2,9 @@
 
 Activations are BF16, the residual stream included; sums are FP32. K/V is BF16 in pages, recurrent
 state FP32. Decode rounds of one column per row are graphs, captured at start for every number of
-rows: `embed` replays the whole forward, and the blocks that follow have nothing left to do. Other
-batches, and all of them without graphs, are launched one by one; the bits are the same.
+rows, and so are those that verify drafts, for the numbers of columns that are worth it: `embed`
+replays the whole forward, and the blocks that follow have nothing left to do. Other batches, and
+all of them without graphs, are launched one by one; the bits are the same.
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ from ginfer.cuda.runtime.queue import Queue
 from ginfer.cuda.runtime.stream import Stream
 from ginfer.cuda.sampling.selector import Pending, Selector, selector_nbytes
 from ginfer.cuda.slots import Slots, memory_nbytes, slot_nbytes
+from ginfer.cuda.speculation import (
+    MAX_RECORDED,
+    CudaSpeculation,
+    Parts,
+    recorded_shapes,
+    speculation_nbytes,
+)
 from ginfer.cuda.tables import tables_nbytes
 from ginfer.cuda.weights import Model, arena_nbytes, upload
 from ginfer.env import requested_fault
@@ -46,7 +54,7 @@ RESERVE_NBYTES = 1 * GIB  # graphs, kernels and the driver's own pools
 
 def most_selected(plan: MemoryPlan) -> int:
     """Most columns whose logits are wanted at a time."""
-    return min(max(plan.num_rows, 8), MAX_SELECTED)
+    return min(max(plan.num_rows, plan.max_recorded, 8), MAX_SELECTED)
 
 
 def request_parts(spec: ModelSpec, plan: MemoryPlan) -> dict[str, int]:
@@ -58,6 +66,7 @@ def request_parts(spec: ModelSpec, plan: MemoryPlan) -> dict[str, int]:
         **Blocks.nbytes(spec, plan, selected),
         "tables": sum(tables),
         **selector_nbytes(spec, plan, selected),
+        **speculation_nbytes(spec, plan),
     }
 
 
@@ -71,9 +80,8 @@ class CudaBackend:
 
     name = "cuda"
     runs_ahead = True
-    speculation = None
 
-    def __init__(self, spec: ModelSpec, *, graphs: bool = True) -> None:
+    def __init__(self, spec: ModelSpec, *, graphs: bool = True, speculates: bool = False) -> None:
         a, g = spec.attention, spec.gdn
         if (a.head_dim, a.rotary_dim, g.k_head_dim, g.v_head_dim) != (256, 64, 128, 128):
             raise ConfigError("the CUDA image has kernels for heads of 256 and 128 dims only")
@@ -93,11 +101,12 @@ class CudaBackend:
             self._chunks = ChunkTimes(self._queue.stream)
             held.callback(self._chunks.close)
             self._held = held.pop_all()
+        self.speculation = CudaSpeculation(spec, queue=self._queue) if speculates else None
         self._kernels_nbytes = self._taken()
         self._graphs_nbytes = 0
         self._model: Model | None = None
         self._memory: Arena | None = None
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, int, bool], Graph] = {}  # rows, columns, whether it records
         self._replayed = self._closed = False
         self.clock: RoundClock | None = None
 
@@ -119,6 +128,7 @@ class CudaBackend:
             host_nbytes=host_nbytes,
             slot_nbytes=slot_nbytes(self._spec),
             slots_per_lane=2 if self.runs_ahead else 1,
+            max_recorded=MAX_RECORDED if self.speculation else 0,
             prefill_chunk=8192,
             plentiful=True,
             cost=lambda plan: parts_nbytes(request_parts(self._spec, plan)),
@@ -151,28 +161,40 @@ class CudaBackend:
         self._blocks = Blocks(spec, plan, self._model, queue=queue, num_sms=sms)
         tables = (self._frame, self._selector.tokens)
         self._blocks.allocate(memory, tables, self._slots, selected=selected)
+        if self.speculation is not None and plan.max_recorded:
+            pieces = Parts(self._blocks, self._selector, self._slots, self._model)
+            self.speculation.allocate(memory, plan, pieces)
+            hold(self.speculation.close)
         queue.stream.synchronize()
         before = self._taken()
         if self._wants_graphs:
-            for B in range(1, plan.num_rows + 1):
-                self._capture(B)
-            self._selector.capture(self._blocks.logits)
+            self._capture_all(plan)
             queue.stream.synchronize()
         self._graphs_nbytes = self._taken() - before
         queue.image.seal()
 
-    def _capture(self, B: int) -> None:
-        """The graph of a decode round of B rows, all of whose logits are wanted."""
-        staged = self._frame.decode_round(B)
+    def _capture_all(self, plan: MemoryPlan) -> None:
+        """The graphs of decode rounds and selections."""
+        for B in range(1, plan.num_rows + 1):
+            self._capture(self._frame.decode_round(B), f"decode round of {B}")
+        for B, T in recorded_shapes(plan.num_rows, plan.max_recorded):
+            self._capture(
+                self._frame.recorded_round(B, T), f"verification of {B} rows, {T} columns"
+            )
+        self._selector.capture(self._blocks.logits)
+
+    def _capture(self, staged: Staged, name: str) -> None:
+        """The graph of a decode batch, all of whose logits are wanted."""
 
         def work() -> None:
             self._blocks.embed(staged, Phase.DECODE)
             for i in range(len(self._spec.layers)):
                 self._mixer(i, staged, Phase.DECODE)
                 self._blocks.mlp(i, staged, Phase.DECODE)
-            self._blocks.head(staged, B)
+            self._blocks.head(staged, staged.T)
 
-        self._graphs[B] = graph = Graph(self._queue.stream, work, name=f"decode round of {B}")
+        graph = Graph(self._queue.stream, work, name=name)
+        self._graphs[staged.B, staged.T, staged.record] = graph
         self._held.callback(graph.close)
 
     def _mixer(self, layer_idx: int, staged: Staged, phase: Phase) -> None:
@@ -180,14 +202,13 @@ class CudaBackend:
         (self._blocks.gdn if gated else self._blocks.attention)(layer_idx, staged, phase)
 
     def _is_round(self, batch: ForwardBatch) -> bool:
-        """Whether a graph computes this batch: one column per row, in order, all selected."""
-        B, s = batch.num_rows, batch.selection
+        """Whether a graph computes this batch: a decode batch, all columns selected in order."""
+        T, s = batch.num_columns, batch.selection
         return (
             batch.phase is Phase.DECODE
-            and B in self._graphs
-            and batch.num_columns == B
+            and (batch.num_rows, T, batch.record) in self._graphs
             and s is not None
-            and s.columns.tolist() == list(range(B))
+            and s.columns.tolist() == list(range(T))
         )
 
     def embed(self, batch: ForwardBatch) -> Staged:
@@ -203,8 +224,10 @@ class CudaBackend:
         if self.clock is not None:
             self.clock.forward_begins()
         self._replayed = self._is_round(batch)
+        if self.speculation is not None:
+            self.speculation.begin(staged, replayed=self._replayed)
         if self._replayed:
-            self._graphs[batch.num_rows].replay()
+            self._graphs[batch.num_rows, batch.num_columns, batch.record].replay()
         else:
             self._blocks.embed(staged, batch.phase)
         return staged
