@@ -111,6 +111,19 @@ def test_response_end_is_an_append_with_its_partial_page():
     assert world.memory.num_copies == 1
 
 
+def test_a_look_up_sees_what_has_changed_since_the_last_one():
+    world, asked = roomy(), prompt(range(300), (290,))
+    assert world.cache.match(asked).num_tokens == world.cache.known_tokens(asked) == 0
+    world.serve(range(100), answer=range(100, 150))
+    assert (world.cache.match(asked).num_tokens, world.cache.known_tokens(asked)) == (150, 128)
+    run = world.admit(asked, 5)
+    world.prefill(run)  # shares its own pages and takes a snapshot
+    assert world.cache.match(asked).num_tokens == 256
+    world.release(run)
+    world.cache.clear()
+    assert world.cache.match(asked).num_tokens == world.cache.known_tokens(asked) == 0
+
+
 def test_one_token_is_left_to_compute():
     world = roomy()
     world.serve(range(100), turns=(5,), answer=range(100, 150))
