@@ -78,15 +78,17 @@ class Room:
 
     nbytes: memory that plans may take. host_nbytes: host memory that parking may take. slot_nbytes:
     one recurrent slot, and the drafter ring that is saved with it: a snapshot. slots_per_lane: two
-    where rounds run ahead or speculate. prefill_chunk: columns of a prefill forward from which on
-    it is no faster. plentiful: the memory is the engine's own, so that automatic K/V takes all of
-    it. cost: bytes of `nbytes` that a plan takes.
+    where rounds run ahead or speculate. max_recorded: most columns of a forward that records, 0
+    without speculation. prefill_chunk: columns of a prefill forward from which on it is no faster.
+    plentiful: the memory is the engine's own, so that automatic K/V takes all of it. cost: bytes of
+    `nbytes` that a plan takes.
     """
 
     nbytes: int
     host_nbytes: int
     slot_nbytes: int
     slots_per_lane: int
+    max_recorded: int = 0
     prefill_chunk: int
     plentiful: bool
     cost: Callable[[MemoryPlan], int]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 MAX_CONCURRENCY = 8
 CHUNK_MULTIPLE = 64
+MAX_DRAFT_TOKENS = 15  # with the token before them 16 columns, what a row of a decode forward has
 MAX_DECODE_GAP_MS = 60_000
 MAX_PREFILL_CHUNK = 16384  # bounds the activation buffers, which are allocated at start
 
@@ -27,6 +28,8 @@ class EngineConfig:
     prefill_chunk: most prompt tokens per forward; None = what the backend prefers, or less where
     memory is short. decode_gap_ms: longest pause of decode that a prefill forward may cause; 64
     prompt tokens are legal whatever they take. threads: CPU image only, None = all cores.
+    spec: auto drafts what pays, none never; drafts change no answer. draft_tokens: most drafts of a
+    request and round, None = as many as there are.
     cuda_graphs: CUDA image only; False launches rounds kernel by kernel, with the same values.
     """
 
@@ -45,6 +48,7 @@ class EngineConfig:
     prefix_reuse: bool = True
     tp: int | None = None  # None = auto
     spec: str = "auto"
+    draft_tokens: int | None = None
     threads: int | None = None
     cuda_graphs: bool = True
     verify: bool = False  # check every digest before loading
@@ -70,6 +74,13 @@ class EngineConfig:
                 f"pending_timeout_s is {self.pending_timeout_s}; give seconds above 0",
                 param="pending_timeout_s",
             )
+        if self.draft_tokens is not None:
+            self._within("draft_tokens", self.draft_tokens, 1, MAX_DRAFT_TOKENS)
+            if self.spec == "none":
+                raise ConfigError(
+                    f"draft_tokens is {self.draft_tokens}, but spec is none; leave one of them out",
+                    param="draft_tokens",
+                )
         for name in ("max_context", "kv_capacity", "threads"):
             value = getattr(self, name)
             if value is not None:

@@ -32,8 +32,8 @@ def open_demo(
 ) -> Engine:
     """An engine on the CPU image with two threads. ahead: its rounds run one ahead of what is read,
     as on a GPU."""
-    options = {"backend": "cpu", "threads": 2, **options}
-    config = EngineConfig(package=DEMO_PACKAGE, **options)
+    options = {"backend": "cpu", "threads": 2, "package": DEMO_PACKAGE, **options}
+    config = EngineConfig(**options)
     with patch.object(CpuBackend, "runs_ahead", ahead):
         return Engine.open(config, clock=clock)
 

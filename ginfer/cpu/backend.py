@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     F32 = NDArray[np.float32]
 
 
+MAX_RECORDED = 128  # columns of a forward that verifies drafts
+
+
 def thread_count(wanted: int | None) -> int:
     """Threads to use: the argument, else GINFER_THREADS, else all. Raises ConfigError."""
     available = get_thread_count()
@@ -146,6 +149,7 @@ class CpuBackend:
             host_nbytes=host_nbytes,
             slot_nbytes=slot + ring,
             slots_per_lane=2 if self.runs_ahead or self.speculation else 1,
+            max_recorded=MAX_RECORDED if self.speculation else 0,
             prefill_chunk=1024,
             plentiful=False,
             cost=cost,

@@ -10,7 +10,7 @@ from ginfer.errors import ConfigError
 if TYPE_CHECKING:
     from ginfer.backend import Backend
     from ginfer.config import EngineConfig
-    from ginfer.spec import ModelSpec
+    from ginfer.spec import DrafterSpec, ModelSpec
 
 
 def cuda_refusal() -> str:
@@ -22,13 +22,20 @@ def cuda_refusal() -> str:
     return cast("str", module.refusal())
 
 
-def open_backend(config: EngineConfig, spec: ModelSpec) -> Backend:
-    """Open the backend that is asked for; with 'auto' the CUDA image where it can serve. Raises
-    ConfigError in one line when it cannot serve here or not with these options."""
+def open_backend(
+    config: EngineConfig, spec: ModelSpec, drafter: DrafterSpec | None = None
+) -> Backend:
+    """Open the backend that is asked for; with 'auto' the CUDA image where it can serve. Its rounds
+    speculate where it can and the options allow it, with a drafter or without. Raises ConfigError
+    in one line when it cannot serve here or not with these options."""
     refusal = "" if config.backend == "cpu" else cuda_refusal()
     if config.backend == "cpu" or (config.backend == "auto" and refusal):
         module = import_module("ginfer.cpu.backend")
-        return cast("Backend", module.CpuBackend(spec, threads=config.threads))
+        speculates = config.spec != "none"
+        backend = module.CpuBackend(
+            spec, threads=config.threads, speculates=speculates, drafter=drafter
+        )
+        return cast("Backend", backend)
     if refusal:
         raise ConfigError(f"backend cuda: {refusal}", param="backend")
     if config.kv_elastic:

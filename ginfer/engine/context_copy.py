@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ginfer.config import MAX_DRAFT_TOKENS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     U64 = NDArray[np.uint64]
 
 SHORTEST, LONGEST = 6, 12  # tokens of a match
-MAX_DRAFTS = 15
+MAX_DRAFTS = MAX_DRAFT_TOKENS
 MAX_CANDIDATES = 1024  # occurrences looked at, the most recent ones: bounds the work of a round
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -49,6 +51,11 @@ class ContextCopy:
         order = np.argsort(hashes, kind="stable")
         self._hashes, self._ends = hashes[order], (order + SHORTEST).astype(np.int64)
         self._generated: defaultdict[int, list[int]] = defaultdict(list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return self._length
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Tokens that the request was given."""

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from threading import Condition, Thread
@@ -111,7 +112,10 @@ class Engine:
         with bound.package as package:
             spec = bound.contract.spec
             frontend = open_frontend(package.identity.model_id, bound.resources())
-            backend = open_backend(config, spec)
+            backend = open_backend(config, spec, bound.drafter)
+            speculation = backend.speculation
+            drafts = speculation is not None and speculation.max_drafts > 0
+            bound = replace(bound, drafts=drafts)
             try:
                 capacity = _fill(backend, bound, config, report)
             except BaseException:
@@ -247,7 +251,7 @@ class Engine:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
-        self._loop.grammars.close()
+        self._loop.close()
         with suppress(DeviceError):  # a lost context has nothing to give back
             self._rank.backend.close()
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ginfer.engine.output import Output
+    from ginfer.engine.rank import Flight
     from ginfer.frontend.base import Frontend
 
 log = logging.getLogger(__name__)
@@ -121,6 +122,28 @@ class RowMask:
                 constraint.ready.wait()
                 if constraint.fault is None:
                     target[:] = constraint.row
+        self._grammars.wait_s += perf_counter() - began
+        return mask if dtype is None else mask.astype(dtype, copy=False)
+
+
+class PathMask:
+    """Implements `TokenMask` over the columns of rows that verify drafts: column i of a row is
+    legal behind its first i drafts. What follows an illegal draft is not reached."""
+
+    def __init__(self, grammars: Grammars, rows: Sequence[tuple[Constraint | None, list[int]]]):
+        self._grammars, self._rows = grammars, rows
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """[T, ceil(vocab / 32)], after waiting for what is not ready."""
+        began = perf_counter()
+        T = sum(len(drafts) + 1 for _, drafts in self._rows)
+        mask, at = np.full((T, self._grammars.num_words), 0xFFFFFFFF, np.uint32), 0
+        for constraint, drafts in self._rows:
+            if constraint is not None and constraint.active:
+                constraint.ready.wait()
+                if constraint.fault is None:
+                    self._grammars.fill_path(constraint, drafts, mask[at : at + len(drafts) + 1])
+            at += len(drafts) + 1
         self._grammars.wait_s += perf_counter() - began
         return mask if dtype is None else mask.astype(dtype, copy=False)
 
@@ -222,6 +245,26 @@ class Grammars:
         if any(row is not None and row.active for row in rows):
             return RowMask(self, rows)
         return None
+
+    def path_mask(self, rows: Sequence[Constraint | None], flight: Flight) -> PathMask | None:
+        """Masks for the columns of rows that verify drafts; None when no row is constrained."""
+        assert flight.plan is not None
+        if not any(row is not None and row.active for row in rows):
+            return None
+        paths = (
+            flight.drafts(i) if row is not None and row.active else [0] * width
+            for i, (row, width) in enumerate(zip(rows, flight.plan.widths, strict=True))
+        )
+        return PathMask(self, list(zip(rows, paths)))
+
+    def fill_path(self, row: Constraint, drafts: list[int], masks: NDArray[np.uint32]) -> None:
+        """Masks of the next token and of those behind each draft, [drafts + 1, words]."""
+        masks[0] = row.row
+        if drafts:
+            size = masks.shape[1] * 4
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(
+                [(row.matcher, 0, drafts)], masks.ctypes.data, size, len(masks)
+            )
 
     def follow(self, row: Constraint, output: Output, token_id: int, *, forced: bool) -> None:
         """Note the token that `output` has just committed."""

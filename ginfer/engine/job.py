@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ginfer.engine.request import Timings, TokenLogprob
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ginfer.batch import Selection
     from ginfer.cache import Sequence
     from ginfer.engine.grammar import Constraint
     from ginfer.engine.output import Output
@@ -34,6 +37,31 @@ class Job:
     cached_tokens: int = 0
     admitted: float | None = None
     first_token: float | None = None
+
+    def timings(self, now: float) -> Timings:
+        """Of a request that ends now."""
+        admitted = now if self.admitted is None else self.admitted
+        first = now if self.first_token is None else self.first_token
+        return Timings(
+            queue_s=admitted - self.submitted,
+            prefill_s=first - admitted,
+            first_token_s=first - self.submitted,
+            decode_s=now - first,
+            total_s=now - self.submitted,
+        )
+
+    def logprob(self, selection: Selection, column: int) -> TokenLogprob | None:
+        """Logprob of a column, if the request wants it."""
+        n = self.request.sampling.logprobs
+        if n is None:
+            return None
+        ids, values = selection.top_ids[column, :n], selection.top_logprobs[column, :n]
+        best = zip(ids.tolist(), values.tolist())
+        return TokenLogprob(
+            token_id=int(selection.token_ids[column]),
+            logprob=float(selection.logprobs[column]),
+            top=tuple(pair for pair in best if pair[0] >= 0),  # fewer than n may be legal
+        )
 
 
 @dataclass(eq=False)

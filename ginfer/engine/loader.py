@@ -19,16 +19,26 @@ if TYPE_CHECKING:
     from ginfer.artifact.records import TensorRecord
     from ginfer.backend import Backend, PackedTensor
     from ginfer.models.contract import ModelContract
+    from ginfer.spec import DrafterSpec
 
-TEXT = "text/"  # tensors of the language model; the rest belongs to media
+TEXT = "text/"  # tensors of the language model
+DRAFTER = "dflash2/"  # tensors of its drafter; the rest belongs to media
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundPackage:
-    """An open package that has exactly what its contract wants."""
+    """An open package that has exactly what its contract wants. drafts: its drafter is loaded
+    too."""
 
     package: Package
     contract: ModelContract
+    drafts: bool = False
+
+    @property
+    def drafter(self) -> DrafterSpec | None:
+        """The drafter that the package has."""
+        has_drafter = PROFILES[self.package.identity.weights_id].has_drafter
+        return self.contract.drafter if has_drafter else None
 
     @property
     def weights_nbytes(self) -> int:
@@ -37,10 +47,11 @@ class BoundPackage:
 
     @property
     def _weights(self) -> list[TensorRecord]:
-        return [r for r in self.package.tensors if r.name.startswith(TEXT)]
+        wanted = (TEXT, DRAFTER) if self.drafts else (TEXT,)
+        return [r for r in self.package.tensors if r.name.startswith(wanted)]
 
     def weights(self) -> Iterator[PackedTensor]:
-        """The language model's tensors, in file order."""
+        """The tensors that are loaded, in file order."""
         return (self.package.tensor(r.name) for r in self._weights)
 
     def resources(self) -> dict[str, bytes]:

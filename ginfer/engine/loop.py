@@ -18,6 +18,7 @@ import numpy as np
 from ginfer.cache import PrefixCache
 from ginfer.engine.admission import Admission
 from ginfer.engine.claims import running_claim, waiting_claim
+from ginfer.engine.drafting import open_drafting
 from ginfer.engine.grammar import Grammars
 from ginfer.engine.job import Job, Round
 from ginfer.engine.output import Ending, Output
@@ -27,7 +28,6 @@ from ginfer.engine.request import (
     Finished,
     FinishReason,
     Started,
-    Timings,
     TokenLogprob,
     Usage,
 )
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from ginfer.engine.admission import Claim
     from ginfer.engine.chunk_plan import ChunkLimits, Piece
     from ginfer.engine.memory import Capacity
-    from ginfer.engine.rank import Rank
+    from ginfer.engine.rank import Draw, Rank
     from ginfer.engine.request import Event
-    from ginfer.engine.round import Unit
+    from ginfer.engine.round import DraftPlan, Unit
     from ginfer.frontend.base import Frontend
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,7 @@ class RoundLoop:
         self._ready: tuple[int, ...] = ()
         self._decoded_last = False
         self._outstanding: Round | None = None  # drawn and not read
+        self._drafting = open_drafting(rank, plan, frontend, self.stats, limit=config.draft_tokens)
 
     # -- control: between rounds ------------------------------------------------------------------
 
@@ -133,6 +134,12 @@ class RoundLoop:
             **self.cache.gauges(),
         }
 
+    def close(self) -> None:
+        """End the workers."""
+        self.grammars.close()
+        if self._drafting is not None:
+            self._drafting.close()
+
     def rest(self) -> None:
         """Give memory that holds nothing back to the system, until `wake`."""
         self._rank.backend.give_back(self.cache.free_units())
@@ -162,8 +169,7 @@ class RoundLoop:
         admitted = False
         while self._may_admit() and self._admit():
             admitted = True
-        view = self._view()
-        unit = next_unit(view, self._limits(view))
+        unit = self._next_unit()
         if unit is None and self._outstanding is None:
             assert admitted or not self._waiting, "an empty engine refuses a request that fits"
             return admitted
@@ -171,10 +177,27 @@ class RoundLoop:
         self._settle()
         if ordered is not None:
             self._draw(ordered)
-        if not self._rank.runs_ahead:
+        if not self._rank.runs_ahead or (ordered is not None and ordered.flight.plan is not None):
             self._settle()
         self.stats.busy_s += perf_counter() - started
         return True
+
+    def _next_unit(self) -> Unit | None:
+        """The next unit. A round that will verify drafts is planned by all tokens before it."""
+        view = self._view()
+        unit = next_unit(view, self._limits(view))
+        if isinstance(unit, DecodeUnit) and self._outstanding is not None:
+            if self._plan_drafts(unit) is None:
+                return unit
+            self._settle()
+            view = self._view()
+            unit = next_unit(view, self._limits(view))
+        return unit
+
+    def _plan_drafts(self, unit: DecodeUnit) -> DraftPlan | None:
+        if self._drafting is None:
+            return None
+        return self._drafting.plan([job for lane in unit.lanes if (job := self._lanes[lane])])
 
     def _view(self) -> RoundView:
         return RoundView(
@@ -250,6 +273,8 @@ class RoundLoop:
         self._lanes[job.lane] = job
         self._prefill.jobs.append(job)
         self._rank.open_lane(job.lane, request, sequence)
+        if self._drafting is not None:
+            self._drafting.enter(job)
         self.stats.queue_s.observe(now - job.submitted)
         self.stats.prompt_tokens += num_prompt
         self.stats.cached_tokens += job.cached_tokens
@@ -302,17 +327,20 @@ class RoundLoop:
 
     def _decode(self, unit: DecodeUnit) -> Round:
         jobs = [job for lane in unit.lanes if (job := self._lanes[lane]) is not None]
-        for job in jobs:
-            self._grow(job, self._rank.ordered(job.lane) + 1)
-        return Round(jobs, self._rank.decode(unit.lanes), decodes=True)
+        plan = self._plan_drafts(unit) if self._outstanding is None else None
+        for job, width in zip(jobs, plan.widths if plan else [0] * len(jobs)):
+            self._grow(job, self._rank.ordered(job.lane) + 1 + width)
+        flight = self._rank.verify(plan) if plan else self._rank.decode(unit.lanes)
+        return Round(jobs, flight, decodes=True)
 
     def _grow(self, job: Job, num_tokens: int) -> None:
         """Have pages for the first `num_tokens` tokens of a request, within its entitlement."""
         sequence = job.sequence
         assert sequence is not None
         if num_tokens > len(sequence.pages) * PAGE_TOKENS:
+            known = len(sequence.pages)
             self.cache.grow(sequence, num_tokens)
-            self._rank.set_pages(job.lane, sequence.pages)
+            self._rank.set_pages(job.lane, sequence.pages, first=known)
 
     def _draw(self, ordered: Round) -> None:
         """Order the draw of a round, by what its requests want after the tokens read so far. Rows
@@ -321,9 +349,16 @@ class RoundLoop:
         if not any(living):
             return
         began = perf_counter()
+        flight = ordered.flight
         forced = [job.output.forced if job and job.output else -1 for job in living]
-        mask = self.grammars.mask([job.constraint if job else None for job in living])
-        self._rank.draw(ordered.flight, forced, mask)
+        constraints = [job.constraint if job else None for job in living]
+        if flight.plan is None:
+            self._rank.draw(flight, forced, self.grammars.mask(constraints))
+        else:
+            assert self._drafting is not None
+            limits = self._drafting.limits(constraints, flight)
+            mask = self.grammars.path_mask(constraints, flight)
+            self._rank.accept(flight, limits, forced, mask)
         self.stats.forward_s += perf_counter() - began
         self._outstanding = ordered
 
@@ -333,7 +368,7 @@ class RoundLoop:
         if done is None:
             return
         began = perf_counter()
-        selection = self._rank.read(done.flight)
+        draw = self._rank.read(done.flight)
         waited = perf_counter() - began
         self.stats.forward_s += waited
         self.stats.wait_s += waited
@@ -342,26 +377,33 @@ class RoundLoop:
         if done.decodes:
             self.stats.decode_rounds += 1
             self.stats.row_rounds += len(rows)
-        self._commit(done.jobs, rows, selection)
+            if self._drafting is not None:
+                self._drafting.record(done.flight.plan, [n - 1 for n in draw.counts])
+        self._commit(done.jobs, rows, draw)
 
-    def _commit(self, jobs: list[Job], rows: list[int], selection: Selection) -> None:
-        """Hand the jobs of these rows their tokens; row i of the selection belongs to jobs[i]."""
-        tokens, finite = selection.token_ids.tolist(), selection.finite.tolist()
+    def _commit(self, jobs: list[Job], rows: list[int], draw: Draw) -> None:
+        """Hand the jobs of these rows their tokens; row i of the draw belongs to jobs[i]."""
         for i in rows:
             job = jobs[i]
             job.in_flight -= 1
             if job.first_token is None:
                 job.first_token = self._clock()
                 self.stats.first_token_s.observe(job.first_token - job.submitted)
-            if job.constraint is not None and job.constraint.fault is not None:
-                self._fail(job, job.constraint.error())
-            elif finite[i]:
-                logprob = _logprob(job, selection, i)
-                self._guarded(job, self._accept, job, tokens[i], logprob)
-            else:
-                message = "the model produced a logit that is not a number"
-                self._fail(job, InternalError(message, code="nonfinite_logits"), keep=False)
+            for column in draw.columns(i):
+                if job.lane >= 0:
+                    self._take(job, draw.selection, column)
         self.grammars.advance([c for job in jobs if job.lane >= 0 and (c := job.constraint)])
+
+    def _take(self, job: Job, selection: Selection, column: int) -> None:
+        """Hand a job the token of a column."""
+        if job.constraint is not None and job.constraint.fault is not None:
+            self._fail(job, job.constraint.error())
+        elif selection.finite[column]:
+            logprob = job.logprob(selection, column)
+            self._guarded(job, self._accept, job, int(selection.token_ids[column]), logprob)
+        else:
+            message = "the model produced a logit that is not a number"
+            self._fail(job, InternalError(message, code="nonfinite_logits"), keep=False)
 
     def _accept(self, job: Job, token_id: int, logprob: TokenLogprob | None) -> None:
         output = job.output
@@ -399,7 +441,7 @@ class RoundLoop:
             self._fail(job, InternalError(f"the request failed: {error!r}"))
             return
         ending = output.ending or ending  # a stop string may hide in the text held back
-        timings = self._timings(job)
+        timings = job.timings(self._clock())
         self._release(job, keep=True)
         final = Finished(
             request_id=request_id,
@@ -431,6 +473,11 @@ class RoundLoop:
         else:
             assert job.sequence is not None
             prompt, frontier = job.request.prompt, int(self._rank.frontier[job.lane])
+            if keep:
+                taken = prompt.num_tokens + max(len(job.generated) - 1, 0)
+                frontier = self._rank.shorten(job.lane, taken)
+            if self._drafting is not None:
+                self._drafting.forget(job.lane)
             history = np.concatenate((prompt.token_ids, np.array(job.generated, np.int32)))
             self.cache.release(job.sequence, history[:frontier], sound=keep)
             self._lanes[job.lane] = None
@@ -447,28 +494,3 @@ class RoundLoop:
                 job.sink(event)
         except Exception:
             log.exception("the sink of request %s refuses its end", job.request.request_id)
-
-    def _timings(self, job: Job) -> Timings:
-        now = self._clock()
-        admitted = now if job.admitted is None else job.admitted
-        first = now if job.first_token is None else job.first_token
-        return Timings(
-            queue_s=admitted - job.submitted,
-            prefill_s=first - admitted,
-            first_token_s=first - job.submitted,
-            decode_s=now - first,
-            total_s=now - job.submitted,
-        )
-
-
-def _logprob(job: Job, selection: Selection, i: int) -> TokenLogprob | None:
-    """Logprob of row i, if its request wants it."""
-    n = job.request.sampling.logprobs
-    if n is None:
-        return None
-    best = zip(selection.top_ids[i, :n].tolist(), selection.top_logprobs[i, :n].tolist())
-    return TokenLogprob(
-        token_id=int(selection.token_ids[i]),
-        logprob=float(selection.logprobs[i]),
-        top=tuple(pair for pair in best if pair[0] >= 0),  # fewer than n may be legal
-    )

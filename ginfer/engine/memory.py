@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ginfer.backend import MemoryPlan
 from ginfer.cache import CacheGeometry
-from ginfer.config import CHUNK_MULTIPLE
+from ginfer.config import CHUNK_MULTIPLE, MAX_DRAFT_TOKENS
 from ginfer.errors import ConfigError
 from ginfer.sizes import MIB, align_up, div_ceil, human_bytes
 from ginfer.spec import PAGE_TOKENS, KvCodec
@@ -125,14 +125,17 @@ def _plan(
         park_nbytes=config.park_mib * MIB,
         unit_nbytes=unit,
     )
+    columns = 1 + (config.draft_tokens or MAX_DRAFT_TOKENS)
+    recorded = min(columns * config.max_concurrency, room.max_recorded)
     return MemoryPlan(
         num_rows=config.max_concurrency,
         num_units=num_units,
         unit_nbytes=unit,
         num_slots=room.slots_per_lane * config.max_concurrency,
-        max_columns=max(prefill_chunk(config, max_context), config.max_concurrency),
+        max_columns=max(prefill_chunk(config, max_context), config.max_concurrency, recorded),
         max_pages_per_row=div_ceil(max_context, PAGE_TOKENS),
         num_park_units=parking.num_host_units,
+        max_recorded=recorded,
         kv=codec,
     )
 

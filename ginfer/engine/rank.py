@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ginfer.batch import ForwardBatch, Phase, Purpose
+from ginfer.batch import DraftBatch, ForwardBatch, Phase, Purpose, Selection
 from ginfer.engine.sampler import SamplingTable
 from ginfer.engine.work_items import work_items
 from ginfer.models import qwen
@@ -15,10 +16,18 @@ from ginfer.spec import BLOCK_TOKENS, PAGE_TOKENS
 
 if TYPE_CHECKING:
     from ginfer.backend import Backend, Hidden, MemoryPlan
-    from ginfer.batch import I32, PendingSelection, Selection, TokenMask, WorkItems
+    from ginfer.batch import (
+        I32,
+        PendingAcceptance,
+        PendingDrafts,
+        PendingSelection,
+        TokenMask,
+        WorkItems,
+    )
     from ginfer.cache import Sequence
     from ginfer.engine.chunk_plan import Piece
     from ginfer.engine.request import Request
+    from ginfer.engine.round import DraftPlan
     from ginfer.prompt import PreparedPrompt
     from ginfer.spec import ModelSpec
 
@@ -26,14 +35,44 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class Flight:
     """A forward that is ordered, and its selection once it is drawn. lanes: of the R rows that draw
-    a token. stops, slots: [R] int32, their tokens in K/V and state after it, and where that is."""
+    tokens. stops, slots: [R] int32, their tokens in K/V and state after it, and where that is.
+
+    plan: of a round that verifies drafts, whose stops are known once it is read; drafted: what the
+    drafter makes of them, one row for each row that copies nothing."""
 
     lanes: tuple[int, ...]
     batch: ForwardBatch
     stops: I32
     slots: I32
     hidden: Hidden
-    pending: PendingSelection | None = None
+    pending: PendingSelection | PendingAcceptance | None = None
+    plan: DraftPlan | None = None
+    drafted: PendingDrafts | None = None
+
+    def drafts(self, row: int) -> list[int]:
+        """The drafts that a row verifies; waits for those of the drafter."""
+        assert self.plan is not None
+        width, copy = self.plan.widths[row], self.plan.copies[row]
+        if copy or not width:
+            return copy
+        assert self.drafted is not None
+        at = sum(map(_learns, self.plan.widths[:row], self.plan.copies[:row]))
+        ids: list[int] = self.drafted.read()[at, :width].tolist()
+        return ids
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a flight has drawn: row i was given tokens first[i] .. first[i] + counts[i] - 1 of the
+    selection."""
+
+    selection: Selection
+    first: list[int]
+    counts: list[int]
+
+    def columns(self, row: int) -> range:
+        """Where the tokens of a row are in the selection."""
+        return range(self.first[row], self.first[row] + self.counts[row])
 
 
 class Rank:
@@ -51,8 +90,9 @@ class Rank:
         self.spec = spec
         self.runs_ahead = backend.runs_ahead
         num_lanes = plan.num_rows
-        self._partner = num_lanes if self.runs_ahead else 0
-        assert plan.num_slots >= num_lanes + self._partner, "a lane lacks its second slot"
+        self._num_lanes = num_lanes
+        self._verified: Flight | None = None  # the round that was read last, if it verified
+        assert plan.num_slots >= (1 + self.runs_ahead) * num_lanes, "a lane lacks its second slot"
         self.frontier = np.zeros(num_lanes, np.int32)
         self._ordered = np.zeros(num_lanes, np.int32)
         self._rope_delta = np.zeros(num_lanes, np.int32)
@@ -62,6 +102,9 @@ class Rank:
         self._sequences: list[Sequence | None] = [None] * num_lanes
         self._sampling = SamplingTable(num_lanes)
         self._shared: tuple[object, WorkItems | None] = (None, None)
+        self._table: tuple[object, I32 | None] = (None, None)
+        lanes = np.arange(num_lanes, dtype=np.int32)
+        self._other = np.concatenate((lanes + np.int32(num_lanes), lanes))  # slot of a lane
 
     def open_lane(self, lane: int, request: Request, sequence: Sequence) -> None:
         """A request enters `lane` with the memory of `sequence`."""
@@ -73,10 +116,13 @@ class Rank:
         self._rope_delta[lane] = request.prompt.rope_delta
         self.backend.reset_rows([lane])
 
-    def set_pages(self, lane: int, pages: list[int]) -> None:
-        """The pages of a lane have changed."""
-        self._pages[lane, : len(pages)] = pages
-        self._shared = (None, None)
+    def set_pages(self, lane: int, pages: list[int], *, first: int = 0) -> None:
+        """The pages of a lane have changed from page `first` on; where that is not 0, pages have
+        come that no complete block has."""
+        self._pages[lane, first : len(pages)] = pages[first:]
+        self._table = (None, None)
+        if not first:
+            self._shared = (None, None)
 
     def ordered(self, lane: int) -> int:
         """Tokens of a lane that are in K/V and state once all ordered forwards are done."""
@@ -108,6 +154,7 @@ class Rank:
             selection=selection,
         )
         hidden = self._order(lanes, batch, stops)
+        self._keep_context(batch)
         self.frontier[lanes] = stops
         return Flight(drawn, batch, stops[ends], batch.state_out[ends], hidden)
 
@@ -118,23 +165,24 @@ class Rank:
 
     def decode(self, lanes: tuple[int, ...]) -> Flight:
         """Order a round that feeds the token that every lane drew last, and wants the next one."""
-        rows = np.array(lanes, np.int32)
-        columns = np.arange(len(lanes) + 1, dtype=np.int32)
+        rows, ids, indptr, columns = _of_lanes(lanes)
         starts, slots = self._ordered[rows], self._slots[rows]
-        partners = (slots + self._partner) % (2 * self._partner) if self._partner else slots
-        page_table = self._page_table(rows, int(starts.max()) + 1)
+        partners = self._partners(slots) if self.runs_ahead else slots
+        page_table = self._round_pages(lanes, rows, max(starts.tolist()) + 1)
         stops = starts + np.int32(1)
+        positions = np.empty((3, len(lanes)), np.int32)
+        positions[:] = starts + self._rope_delta[rows]
         batch = ForwardBatch(
             phase=Phase.DECODE,
-            token_ids=~rows,
-            positions=(starts + self._rope_delta[rows])[None].repeat(3, 0),
-            row_indptr=columns,
+            token_ids=ids,
+            positions=positions,
+            row_indptr=indptr,
             starts=starts,
             page_table=page_table,
             state_in=slots,
             state_out=partners,
             items=self._items(lanes, page_table, starts),
-            selection=self._sampling.select(lanes, columns[:-1], stops, purpose=Purpose.DECODE),
+            selection=self._sampling.select(lanes, columns, stops, purpose=Purpose.DECODE),
         )
         return Flight(lanes, batch, stops, partners, self._order(rows, batch, stops))
 
@@ -146,6 +194,62 @@ class Rank:
             items = work_items(page_table, starts, np.arange(len(lanes) + 1, dtype=np.int32))
             self._shared = (key, items)
         return items
+
+    def verify(self, plan: DraftPlan) -> Flight:
+        """Order a round that feeds what every lane drew last and drafts behind it. It is read
+        before anything else is ordered for these lanes."""
+        rows, counts = np.array(plan.lanes, np.int32), np.array(plan.widths, np.int32) + 1
+        drafted = self._draft(plan)
+        row_indptr = np.cumsum([0, *counts], dtype=np.int32)
+        lanes, starts = np.repeat(rows, counts), self._ordered[rows]
+        place = np.arange(row_indptr[-1], dtype=np.int32) - np.repeat(row_indptr[:-1], counts)
+        token_ids = ~(place * np.int32(self._num_lanes) + lanes)
+        for first, copy in zip(row_indptr.tolist(), plan.copies):
+            token_ids[first + 1 : first + 1 + len(copy)] = copy
+        positions = place + np.repeat(starts + self._rope_delta[rows], counts)
+        stops, slots = starts + counts, self._slots[rows]
+        page_table = self._page_table(rows, int(stops.max()))
+        batch = ForwardBatch(
+            phase=Phase.DECODE,
+            token_ids=token_ids,
+            positions=positions[None].repeat(3, 0),
+            row_indptr=row_indptr,
+            starts=starts,
+            page_table=page_table,
+            state_in=slots,
+            state_out=self._partners(slots),
+            items=work_items(page_table, starts, row_indptr),
+            selection=self._sampling.verify(lanes, place + 1 + np.repeat(starts, counts)),
+            record=True,
+        )
+        hidden = self._order(rows, batch, stops)
+        return Flight(plan.lanes, batch, stops, batch.state_out, hidden, plan=plan, drafted=drafted)
+
+    def _draft(self, plan: DraftPlan) -> PendingDrafts | None:
+        """Order the drafts of a plan that the drafter makes."""
+        learns = list(map(_learns, plan.widths, plan.copies))
+        if not any(learns):
+            return None
+        assert self.backend.speculation is not None
+        lanes = np.array(plan.lanes, np.int32)[learns]
+        batch = DraftBatch(
+            lanes=lanes,
+            slots=self._slots[lanes],
+            starts=self._ordered[lanes],
+            num_drafts=max(w for w, yes in zip(plan.widths, learns) if yes),
+            **self._sampling.draft(lanes),
+        )
+        return self.backend.speculation.draft(batch)
+
+    def _partners(self, slots: I32) -> I32:
+        """The other slots of lanes."""
+        return self._other[slots]
+
+    def _keep_context(self, batch: ForwardBatch) -> None:
+        """All columns of a batch that is not verified stay: tell the drafter."""
+        speculation = self.backend.speculation
+        if speculation is not None and speculation.max_drafts:
+            speculation.keep(batch)
 
     def _order(self, lanes: I32, batch: ForwardBatch, stops: I32) -> Hidden:
         hidden = qwen.forward(self.spec, self.backend, batch)
@@ -160,24 +264,82 @@ class Rank:
             ids = np.array(forced, np.int32)
             batch = replace(batch, selection=replace(batch.selection, forced=ids, mask=mask))
         flight.pending = self.backend.select(flight.hidden, batch)
+        if batch.phase is Phase.DECODE:
+            self._keep_context(batch)
 
-    def read(self, flight: Flight) -> Selection:
+    def accept(
+        self, flight: Flight, limits: I32, forced: list[int], mask: TokenMask | None
+    ) -> None:
+        """Order the acceptance of a flight that verifies: row i may use limits[i] columns and takes
+        `forced[i]`, unless -1, as its first token."""
+        batch, speculation = flight.batch, self.backend.speculation
+        assert batch.selection is not None
+        assert speculation is not None
+        ids = batch.selection.forced.copy()
+        ids[batch.row_indptr[:-1]] = forced
+        batch = replace(batch, selection=replace(batch.selection, forced=ids, mask=mask))
+        flight.pending = speculation.accept(flight.hidden, batch, limits)
+        speculation.keep(batch)
+
+    def read(self, flight: Flight) -> Draw:
         """Wait for what a flight has drawn."""
         assert flight.pending is not None
-        return flight.pending.read()
+        drawn = flight.pending.read()
+        self._verified = flight if flight.plan is not None else None
+        if isinstance(drawn, Selection):
+            rows = len(flight.lanes)
+            return Draw(drawn, list(range(rows)), [1] * rows)
+        counts = drawn.accepted + 1
+        flight.stops = flight.batch.starts + counts
+        self._ordered[list(flight.lanes)] = flight.stops
+        return Draw(drawn.selection, flight.batch.row_indptr[:-1].tolist(), counts.tolist())
+
+    def shorten(self, lane: int, num_tokens: int) -> int:
+        """A request has ended. If the round that was read last verified drafts and gave it more
+        than it took, its state becomes that after `num_tokens` tokens; returns the frontier."""
+        flight = self._verified
+        if flight is not None and lane in flight.lanes and self.frontier[lane] > num_tokens:
+            assert self.backend.speculation is not None
+            row, columns = flight.lanes.index(lane), np.full(len(flight.lanes), -1, np.int32)
+            columns[row] = num_tokens - flight.batch.starts[row]
+            self.backend.speculation.keep(flight.batch, columns)
+            self.frontier[lane] = num_tokens
+        return int(self.frontier[lane])
 
     def settle(self, flight: Flight, rows: list[int]) -> None:
         """These rows of a flight go on from it; the others have ended without it."""
+        stops, slots = flight.stops.tolist(), flight.slots.tolist()
         for i in rows:
             lane = flight.lanes[i]
             sequence = self._sequences[lane]
             assert sequence is not None
-            self.frontier[lane] = flight.stops[i]
-            sequence.state_slot = int(flight.slots[i])
+            self.frontier[lane] = stops[i]
+            sequence.state_slot = slots[i]
+
+    def _round_pages(self, lanes: tuple[int, ...], rows: I32, num_tokens: int) -> I32:
+        """The page table of a round; the same as long as no page comes."""
+        known, table = self._table
+        if table is None or known != lanes or table.shape[1] * PAGE_TOKENS < num_tokens:
+            table = self._page_table(rows, num_tokens)
+            self._table = (lanes, table)
+        return table
 
     def _page_table(self, rows: I32, num_tokens: int) -> I32:
         num_pages = -(-num_tokens // PAGE_TOKENS)
         return self._pages[:, :num_pages].take(rows, axis=0)
+
+
+@cache
+def _of_lanes(lanes: tuple[int, ...]) -> tuple[I32, I32, I32, I32]:
+    """Rows, token ids, indptr and columns of a round: the same arrays for the same lanes, so that
+    a backend sees that it has them."""
+    rows, indptr = np.array(lanes, np.int32), np.arange(len(lanes) + 1, dtype=np.int32)
+    return rows, ~rows, indptr, indptr[:-1]
+
+
+def _learns(width: int, copy: list[int]) -> bool:
+    """Whether the drafter makes the drafts of a row."""
+    return width > 0 and not copy
 
 
 def _positions(prompt: PreparedPrompt, piece: Piece) -> I32:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ginfer.batch import SelectionBatch
+from ginfer.batch import Purpose, SelectionBatch
 
 if TYPE_CHECKING:
     from ginfer.batch import I32
@@ -31,6 +32,7 @@ class SamplingTable:
         self._top_k = np.zeros(num_lanes, np.int32)
         self._seeds = np.zeros(num_lanes, np.uint64)
         self._num_top = np.full(num_lanes, -1, np.int32)
+        self._coupled = np.zeros(num_lanes, np.bool_)
         self._bias: list[tuple[tuple[int, float], ...]] = [()] * num_lanes
         self._gathered: dict[tuple[int, ...], dict[str, Any]] = {}
 
@@ -40,6 +42,7 @@ class SamplingTable:
             self._floats[name][lane] = getattr(params, attribute)
         self._top_k[lane] = params.top_k
         self._seeds[lane] = secrets.randbits(64) if params.seed is None else params.seed
+        self._coupled[lane] = params.seed is not None or params.temperature == 0
         self._num_top[lane] = -1 if params.logprobs is None else params.logprobs
         self._bias[lane] = params.logit_bias
         self._gathered.clear()
@@ -60,9 +63,31 @@ class SamplingTable:
         return SelectionBatch(
             columns=columns,
             positions=positions,
-            purposes=np.full(len(lanes), purpose, np.int32),
+            purposes=_purposes(len(lanes), purpose),
             **fixed,
         )
+
+    def verify(self, lanes: I32, positions: I32) -> SelectionBatch:
+        """Free selection in T columns of rows that verify drafts. lanes: [T], of the columns' rows;
+        positions: [T], logical position of the column's token."""
+        columns = np.arange(len(lanes), dtype=np.int32)
+        purposes = np.where(self._coupled[lanes], Purpose.DECODE, Purpose.ACCEPT)
+        return SelectionBatch(
+            columns=columns,
+            positions=positions,
+            purposes=purposes.astype(np.int32),
+            **self._gather(tuple(lanes.tolist())),
+        )
+
+    def draft(self, lanes: I32) -> dict[str, Any]:
+        """How rows draw drafts: as they draw tokens, but the likeliest where a draft must equal
+        what the row draws anyway."""
+        return {
+            "temperature": np.where(
+                self._coupled[lanes], 0, self._floats["temperature"][lanes]
+            ).astype(np.float32),
+            "seeds": self._seeds[lanes],
+        }
 
     def _gather(self, lanes: tuple[int, ...]) -> dict[str, Any]:
         rows = np.array(lanes, np.int32)
@@ -79,3 +104,8 @@ class SamplingTable:
             "bias_values": np.array([v for _, v in pairs], np.float32),
             **{name: column[rows] for name, column in self._floats.items()},
         }
+
+
+@cache
+def _purposes(count: int, purpose: int) -> I32:
+    return np.full(count, purpose, np.int32)

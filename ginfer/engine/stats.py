@@ -6,7 +6,11 @@ from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from ginfer.engine.context_copy import MAX_DRAFTS
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ginfer.engine.request import Timings
 
 TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3, 1.0)
@@ -45,6 +49,9 @@ class Stats:
     again although their K/V was here. passed counts entries before an older request.
     token_s: between two tokens of a request, its mean; total_s: from submission to the end of a
     complete request.
+    Of speculation: rounds that verified drafts (spec_rounds), with more than a learned window in a
+    row (expanded_rounds); drafted and accepted count drafts by origin, accepted_at by place in the
+    row; fallback_rows are rows without drafts in such rounds.
     forward_s is time inside the backend, wait_s the part of it that waits for values of a backend
     that runs ahead or computes them, busy_s the time of whole rounds. Rows of a decode round whose
     request has ended before it is read do not count.
@@ -65,6 +72,12 @@ class Stats:
         self.prefill_rounds = 0
         self.decode_rounds = 0
         self.row_rounds = 0
+        self.spec_rounds = 0
+        self.expanded_rounds = 0
+        self.fallback_rows = 0
+        self.drafted: Counter[str] = Counter()
+        self.accepted: Counter[str] = Counter()
+        self.accepted_at = [0] * MAX_DRAFTS
         self.forward_s = 0.0
         self.wait_s = 0.0
         self.busy_s = 0.0
@@ -73,6 +86,19 @@ class Stats:
         self.token_s = Histogram(TOKEN_SECONDS)
         self.total_s = Histogram()
         self.cancel_to_free_s = Histogram()
+
+    def drafts(
+        self, origins: Sequence[str], widths: Sequence[int], accepted: Sequence[int], *, wide: int
+    ) -> None:
+        """Count a round that verified `widths` drafts; more than `wide` of a row expand it."""
+        self.spec_rounds += 1
+        self.expanded_rounds += max(widths) > wide
+        self.fallback_rows += sum(not width for width in widths)
+        for origin, width, taken in zip(origins, widths, accepted, strict=True):
+            self.drafted[origin] += width
+            self.accepted[origin] += taken
+            for place in range(taken):
+                self.accepted_at[place] += 1
 
     def finish(self, reason: str, timings: Timings, completion_tokens: int) -> None:
         """Count a request that is complete."""
@@ -89,4 +115,6 @@ class Stats:
 def _plain(value: object) -> Any:
     if isinstance(value, Histogram):
         return value.snapshot()
-    return dict(value) if isinstance(value, Counter) else value
+    if isinstance(value, Counter):
+        return dict(value)
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,152 @@
+"""Drafting: which drafts the rows of a decode round verify, and what is learned from their fate."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ginfer.engine.context_copy import MAX_DRAFTS, ContextCopy
+from ginfer.engine.draft_width import DraftWidths, Offer, Origin
+from ginfer.engine.round import DraftPlan
+from ginfer.engine.round_costs import measure_costs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ginfer.backend import MemoryPlan
+    from ginfer.batch import I32
+    from ginfer.engine.draft_width import CostTable
+    from ginfer.engine.grammar import Constraint
+    from ginfer.engine.job import Job
+    from ginfer.engine.rank import Flight, Rank
+    from ginfer.engine.stats import Stats
+    from ginfer.frontend.base import Frontend
+
+WINDOW = 7  # drafts of a copy that has not proved itself, where there is no drafter
+INLINE_TOKENS = 4096  # longest prompt that is indexed at once; longer ones beside the rounds
+
+
+class Drafting:
+    """Drafts of one engine's requests, by lane. Copies of the context come before the drafter's.
+
+    max_drafts: of the drafter, 0 without one. limit: most drafts of a row and round, None = as many
+    as there are.
+    """
+
+    def __init__(
+        self,
+        costs: CostTable,
+        frontend: Frontend,
+        stats: Stats,
+        *,
+        max_drafts: int,
+        limit: int | None,
+    ) -> None:
+        most = MAX_DRAFTS if limit is None else min(limit, MAX_DRAFTS)
+        self._learned = min(max_drafts, most)
+        self.widths = DraftWidths(costs, learned=self._learned or min(WINDOW, most), copied=most)
+        self._frontend, self._stats = frontend, stats
+        self._close = frontend.token_text(frontend.reasoning_close_ids[-1])[-1]
+        self._copies: dict[int, Future[ContextCopy]] = {}
+        self._offers: dict[int, Offer] = {}  # of the last plan
+        self._indexer = ThreadPoolExecutor(1, "ginfer-index")
+
+    def close(self) -> None:
+        """End the worker."""
+        self._indexer.shutdown(wait=False, cancel_futures=True)
+
+    def enter(self, job: Job) -> None:
+        """A request has its lane: index its prompt."""
+        self.forget(job.lane)
+        prompt = job.request.prompt
+        capacity = prompt.num_tokens + job.limit
+        if prompt.num_tokens > INLINE_TOKENS:
+            index = self._indexer.submit(ContextCopy, prompt.token_ids, capacity)
+        else:
+            index = Future()
+            index.set_result(ContextCopy(prompt.token_ids, capacity))
+        self._copies[job.lane] = index
+
+    def forget(self, lane: int) -> None:
+        """The request of a lane has ended."""
+        self.widths.forget(lane)
+        self._copies.pop(lane, None)
+
+    # -- plans ------------------------------------------------------------------------------------
+
+    def plan(self, jobs: Sequence[Job]) -> DraftPlan | None:
+        """Drafts of a round over these requests, by the tokens that are known; None when nobody
+        drafts."""
+        copies = {job.lane: self._copy(job) for job in jobs}
+        self._offers = {job.lane: self._offer(job, copies[job.lane]) for job in jobs}
+        if not any(offer.limit for offer in self._offers.values()):
+            return None
+        widths = self.widths.plan(self._offers)
+        if not any(widths.values()):
+            return None
+        return DraftPlan(
+            lanes=tuple(widths),
+            widths=tuple(widths.values()),
+            copies=tuple(copies[lane][: widths[lane]] for lane in widths),
+        )
+
+    def _copy(self, job: Job) -> list[int]:
+        """What followed the last tokens of a request where they occurred before."""
+        future, most = self._copies[job.lane], _most_drafts(job)
+        if most < 1 or not future.done():
+            return []
+        index = future.result()
+        index.append(job.generated[index.num_tokens - job.request.prompt.num_tokens :])
+        return index.propose(min(most, self.widths.copy_limit(job.lane)))
+
+    def _offer(self, job: Job, copy: list[int]) -> Offer:
+        if copy or not self._learned:
+            return Offer(Origin.COPY, len(copy))
+        return Offer(Origin.DRAFTER, max(min(_most_drafts(job), self._learned), 0))
+
+    # -- results ----------------------------------------------------------------------------------
+
+    def limits(self, constraints: Sequence[Constraint | None], flight: Flight) -> I32:
+        """Columns that the rows of a verification may use: a row whose grammar begins with the
+        content ends where a draft may end its reasoning."""
+        limits = np.diff(flight.batch.row_indptr)
+        for i, constraint in enumerate(constraints):
+            if constraint is not None and not constraint.active:
+                ends = map(self._may_close, flight.drafts(i))
+                limits[i] = next((n for n, end in enumerate(ends, 1) if end), limits[i])
+        return limits
+
+    def _may_close(self, token_id: int) -> bool:
+        return self._close in self._frontend.token_text(token_id)
+
+    def record(self, plan: DraftPlan | None, accepted: Sequence[int]) -> None:
+        """What became of the last plan: accepted drafts by row."""
+        lanes = tuple(self._offers)
+        given = dict.fromkeys(lanes, 0) if plan is None else dict(zip(plan.lanes, plan.widths))
+        taken = dict.fromkeys(lanes, 0) if plan is None else dict(zip(plan.lanes, accepted))
+        self.widths.record(self._offers, given, taken)
+        if plan is not None:
+            origins = [self._offers[lane].origin.value for lane in plan.lanes]
+            self._stats.drafts(origins, plan.widths, accepted, wide=WINDOW)
+
+
+def open_drafting(
+    rank: Rank, plan: MemoryPlan, frontend: Frontend, stats: Stats, *, limit: int | None
+) -> Drafting | None:
+    """Drafting on a backend that verifies; None on others. Measures the costs of rounds."""
+    speculation = rank.backend.speculation
+    if speculation is None or not plan.max_recorded:
+        return None
+    costs = measure_costs(rank.spec, rank.backend, plan)
+    return Drafting(costs, frontend, stats, max_drafts=speculation.max_drafts, limit=limit)
+
+
+def _most_drafts(job: Job) -> int:
+    """Drafts that a request can verify: behind them it draws one more token, and none of both may
+    be one that is forced."""
+    assert job.output is not None
+    most = job.limit - len(job.generated) - job.in_flight - 1
+    free = job.output.free_tokens
+    return most if free is None else min(most, free - job.in_flight - 1)
