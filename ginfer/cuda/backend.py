@@ -12,10 +12,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from ginfer.backend import Room
+from ginfer.backend import PackedTensor, Room
 from ginfer.batch import Phase
 from ginfer.cuda.blocks import Blocks
 from ginfer.cuda.chunk_times import ChunkTimes
+from ginfer.cuda.drafter.drafter import draft_rows
+from ginfer.cuda.drafter.weights import check_shapes, upload_drafter
 from ginfer.cuda.frame import Frame, Staged, table_words
 from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.catalog import kernels_of
@@ -39,34 +41,38 @@ from ginfer.cuda.weights import Model, arena_nbytes, upload
 from ginfer.env import requested_fault
 from ginfer.errors import ConfigError
 from ginfer.sizes import GIB, MIB, human_bytes
-from ginfer.spec import LayerKind, ModelSpec
+from ginfer.spec import DrafterSpec, LayerKind, ModelSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ginfer.backend import MemoryPlan, PackedTensor
+    from ginfer.backend import MemoryPlan
     from ginfer.batch import ForwardBatch
     from ginfer.cuda.round_clock import RoundClock
 
+DRAFTER = "dflash2/"  # how the tensors of a drafter are called
 MAX_SELECTED = 128  # columns whose logits are wanted at a time
 RESERVE_NBYTES = 1 * GIB  # graphs, kernels and the driver's own pools
 
 
-def most_selected(plan: MemoryPlan) -> int:
-    """Most columns whose logits are wanted at a time."""
-    return min(max(plan.num_rows, plan.max_recorded, 8), MAX_SELECTED)
+def most_selected(plan: MemoryPlan, drafter: DrafterSpec | None = None) -> int:
+    """Most columns whose logits are wanted at a time, drafts of a drafter among them."""
+    drafts = draft_rows(drafter, plan.num_rows) if drafter else 0
+    return min(max(plan.num_rows, plan.max_recorded, drafts, 8), MAX_SELECTED)
 
 
-def request_parts(spec: ModelSpec, plan: MemoryPlan) -> dict[str, int]:
+def request_parts(
+    spec: ModelSpec, plan: MemoryPlan, drafter: DrafterSpec | None = None
+) -> dict[str, int]:
     """Bytes of everything that `allocate` takes for a plan."""
-    selected = most_selected(plan)
+    selected = most_selected(plan, drafter)
     tables = map(tables_nbytes, table_words(spec, plan, selected).values())
     return {
-        **memory_nbytes(spec, plan),
+        **memory_nbytes(spec, plan, drafter),
         **Blocks.nbytes(spec, plan, selected),
         "tables": sum(tables),
-        **selector_nbytes(spec, plan, selected),
-        **speculation_nbytes(spec, plan),
+        **selector_nbytes(spec, plan, selected, drafter.max_drafts if drafter else 0),
+        **speculation_nbytes(spec, plan, drafter),
     }
 
 
@@ -81,11 +87,21 @@ class CudaBackend:
     name = "cuda"
     runs_ahead = True
 
-    def __init__(self, spec: ModelSpec, *, graphs: bool = True, speculates: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        graphs: bool = True,
+        speculates: bool = False,
+        drafter: DrafterSpec | None = None,
+    ) -> None:
+        """speculates: its rounds can, with a drafter or without."""
         a, g = spec.attention, spec.gdn
         if (a.head_dim, a.rotary_dim, g.k_head_dim, g.v_head_dim) != (256, 64, 128, 128):
             raise ConfigError("the CUDA image has kernels for heads of 256 and 128 dims only")
-        self._spec = spec
+        self._spec, self._drafter = spec, drafter if speculates else None
+        if self._drafter is not None:
+            check_shapes(self._drafter)
         self._wants_graphs = graphs
         self._device = Device()
         capability = native_capability(self._device.info.capability)
@@ -101,7 +117,9 @@ class CudaBackend:
             self._chunks = ChunkTimes(self._queue.stream)
             held.callback(self._chunks.close)
             self._held = held.pop_all()
-        self.speculation = CudaSpeculation(spec, queue=self._queue) if speculates else None
+        self.speculation: CudaSpeculation | None = None
+        if speculates:
+            self.speculation = CudaSpeculation(spec, self._drafter, queue=self._queue)
         self._kernels_nbytes = self._taken()
         self._graphs_nbytes = 0
         self._model: Model | None = None
@@ -117,6 +135,8 @@ class CudaBackend:
     def room(self, weights_nbytes: int, host_nbytes: int) -> Room:
         """What is free beside the weights and a reserve."""
         free, weights = self._device.free_nbytes(), arena_nbytes(weights_nbytes)
+        weights += arena_nbytes(0) if self._drafter else 0
+        ring = self._drafter.ring_nbytes if self._drafter else 0
         if weights + RESERVE_NBYTES > free:
             raise ConfigError(
                 f"the weights need {human_bytes(weights + RESERVE_NBYTES)} of GPU memory, "
@@ -126,43 +146,64 @@ class CudaBackend:
         return Room(
             nbytes=free - weights - RESERVE_NBYTES,
             host_nbytes=host_nbytes,
-            slot_nbytes=slot_nbytes(self._spec),
+            slot_nbytes=slot_nbytes(self._spec) + ring,
             slots_per_lane=2 if self.runs_ahead else 1,
             max_recorded=MAX_RECORDED if self.speculation else 0,
             prefill_chunk=8192,
             plentiful=True,
-            cost=lambda plan: parts_nbytes(request_parts(self._spec, plan)),
+            cost=lambda plan: parts_nbytes(request_parts(self._spec, plan, self._drafter)),
         )
 
     def load(self, tensors: Iterable[PackedTensor], progress: Callable[[int], None]) -> None:
         """Upload the weights. Raises ArtifactError naming what is missing, ConfigError when they do
         not fit."""
         self._device.use()
-        self._model = upload(self._spec, tensors, self._queue.stream, progress)
+        ours, drafts = list[PackedTensor](), list[PackedTensor]()
+        for tensor in tensors:
+            (drafts if tensor.name.startswith(DRAFTER) else ours).append(tensor)
+        self._model = upload(self._spec, ours, self._queue.stream, progress)
         self._held.callback(self._model.arena.close)
+        if self._drafter is not None:
+            self._load_drafter(drafts, progress, sum(t.data.nbytes for t in ours))
+
+    def _load_drafter(
+        self, tensors: list[PackedTensor], progress: Callable[[int], None], done: int
+    ) -> None:
+        assert self.speculation is not None
+        assert self._drafter is not None
+        weights = upload_drafter(
+            self._drafter, tensors, self._queue.stream, lambda n: progress(done + n)
+        )
+        self._held.callback(weights.arena.close)
+        self.speculation.load(weights, self._device.info.num_sms)
 
     def allocate(self, plan: MemoryPlan) -> None:
         """Take and zero all memory, then capture the graphs of decode rounds."""
         assert self._model is not None, "load comes first"
         self._device.use()
-        spec, selected, queue = self._spec, most_selected(plan), self._queue
+        spec, drafter, queue = self._spec, self._drafter, self._queue
+        selected = most_selected(plan, drafter)
         self._num_lanes, sms = plan.num_rows, self._device.info.num_sms
-        parts = request_parts(spec, plan)
+        parts = request_parts(spec, plan, drafter)
         self._memory = memory = Arena(parts_nbytes(parts), "memory of requests")
         hold = self._held.callback
         hold(memory.close)
-        self._slots = Slots(spec, plan, memory, queue.stream)
+        self._slots = Slots(spec, plan, memory, queue.stream, drafter=drafter)
         hold(self._slots.close)
         words = table_words(spec, plan, selected)
         self._frame = Frame(spec, plan, memory, words=words, queue=queue, num_sms=sms)
         hold(self._frame.close)
-        self._selector = Selector(spec, plan, memory, selected=selected, queue=queue)
+        most = drafter.max_drafts if drafter else 0
+        self._selector = Selector(
+            spec, plan, memory, selected=selected, queue=queue, max_drafts=most
+        )
+        self._num_tokens = (1 + most) * plan.num_rows  # that the device knows
         hold(self._selector.close)
         self._blocks = Blocks(spec, plan, self._model, queue=queue, num_sms=sms)
         tables = (self._frame, self._selector.tokens)
         self._blocks.allocate(memory, tables, self._slots, selected=selected)
         if self.speculation is not None and plan.max_recorded:
-            pieces = Parts(self._blocks, self._selector, self._slots, self._model)
+            pieces = Parts(self._blocks, self._selector, self._slots, self._model, self._frame)
             self.speculation.allocate(memory, plan, pieces)
             hold(self.speculation.close)
         queue.stream.synchronize()
@@ -182,6 +223,8 @@ class CudaBackend:
                 self._frame.recorded_round(B, T), f"verification of {B} rows, {T} columns"
             )
         self._selector.capture(self._blocks.logits)
+        if self.speculation is not None and plan.max_recorded:
+            self.speculation.capture()
 
     def _capture(self, staged: Staged, name: str) -> None:
         """The graph of a decode batch, all of whose logits are wanted."""
@@ -190,7 +233,7 @@ class CudaBackend:
             self._blocks.embed(staged, Phase.DECODE)
             for i in range(len(self._spec.layers)):
                 self._mixer(i, staged, Phase.DECODE)
-                self._blocks.mlp(i, staged, Phase.DECODE)
+                self._mlp(i, staged, Phase.DECODE)
             self._blocks.head(staged, staged.T)
 
         graph = Graph(self._queue.stream, work, name=name)
@@ -200,6 +243,11 @@ class CudaBackend:
     def _mixer(self, layer_idx: int, staged: Staged, phase: Phase) -> None:
         gated = self._spec.layers[layer_idx] is LayerKind.GATED_DELTANET
         (self._blocks.gdn if gated else self._blocks.attention)(layer_idx, staged, phase)
+
+    def _mlp(self, layer_idx: int, staged: Staged, phase: Phase) -> None:
+        self._blocks.mlp(layer_idx, staged, phase)
+        if self.speculation is not None:
+            self.speculation.tap(layer_idx, staged.T, phase)
 
     def _is_round(self, batch: ForwardBatch) -> bool:
         """Whether a graph computes this batch: a decode batch, all columns selected in order."""
@@ -217,7 +265,7 @@ class CudaBackend:
         self._device.use()
         ids = batch.token_ids
         least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
-        assert -self._num_lanes <= least <= most < self._spec.vocab_size  # kernels do not check
+        assert -self._num_tokens <= least <= most < self._spec.vocab_size  # kernels do not check
         staged = self._frame.fill(batch)
         if batch.phase is Phase.PREFILL:
             self._chunks.begin()
@@ -225,7 +273,7 @@ class CudaBackend:
             self.clock.forward_begins()
         self._replayed = self._is_round(batch)
         if self.speculation is not None:
-            self.speculation.begin(staged, replayed=self._replayed)
+            self.speculation.begin(staged, batch, replayed=self._replayed)
         if self._replayed:
             self._graphs[batch.num_rows, batch.num_columns, batch.record].replay()
         else:
@@ -245,7 +293,7 @@ class CudaBackend:
     def mlp_block(self, hidden: Staged, layer_idx: int, batch: ForwardBatch) -> None:
         """hidden += mlp(norm(hidden))."""
         if not self._replayed:
-            self._blocks.mlp(layer_idx, hidden, batch.phase)
+            self._mlp(layer_idx, hidden, batch.phase)
         if batch.phase is Phase.PREFILL and layer_idx == len(self._spec.layers) - 1:
             self._chunks.end()
 

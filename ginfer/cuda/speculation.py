@@ -2,7 +2,8 @@
 
 A forward that records leaves what each GDN layer's recurrence read in memory of its own, layer by
 layer, and no slot changes but the histories of `state_out`, which the fold overwrites. Acceptance
-and fold follow on the same stream; how many columns a row used stays on the device.
+and fold follow on the same stream; how many columns a row used stays on the device. A drafter, if
+there is one, takes what the tapped layers leave, in graphs of forwards as in eager ones.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ginfer.batch import Phase
+from ginfer.cuda.drafter.drafter import Target, draft_rows
+from ginfer.cuda.drafter.drafting import DecodeColumns, Drafting, drafting_nbytes
 from ginfer.cuda.gdn.fold import FoldLayers, FoldRows, Recorded, gdn_fold
 from ginfer.cuda.gdn.step import NOWHERE
 from ginfer.cuda.runtime.memory import copy_on_device, set_bytes
@@ -24,13 +28,14 @@ if TYPE_CHECKING:
     from ginfer.backend import MemoryPlan
     from ginfer.batch import DraftBatch, ForwardBatch, PendingDrafts
     from ginfer.cuda.blocks import Blocks
-    from ginfer.cuda.frame import Staged
+    from ginfer.cuda.drafter.weights import DrafterWeights
+    from ginfer.cuda.frame import Frame, Staged
     from ginfer.cuda.runtime.memory import Arena
     from ginfer.cuda.runtime.queue import Queue
     from ginfer.cuda.sampling.selector import PendingRows, Selector
     from ginfer.cuda.slots import Slots
     from ginfer.cuda.weights import Model
-    from ginfer.spec import ModelSpec
+    from ginfer.spec import DrafterSpec, ModelSpec
 
     I32 = NDArray[np.int32]
 
@@ -46,10 +51,16 @@ def _record_sizes(spec: ModelSpec, plan: MemoryPlan) -> tuple[int, int, int]:
     return T * mix * 2, T * X * 2, T * 2 * g.num_v_heads * 4
 
 
-def speculation_nbytes(spec: ModelSpec, plan: MemoryPlan) -> dict[str, int]:
-    """Bytes on the device, by use."""
+def speculation_nbytes(
+    spec: ModelSpec, plan: MemoryPlan, drafter: DrafterSpec | None = None
+) -> dict[str, int]:
+    """Bytes on the device, by use, rings aside."""
     if not plan.max_recorded:
         return {}
+    return {**_own_nbytes(spec, plan), **(drafting_nbytes(drafter, plan) if drafter else {})}
+
+
+def _own_nbytes(spec: ModelSpec, plan: MemoryPlan) -> dict[str, int]:
     g, layers = spec.gdn, len(spec.layers_of(LayerKind.GATED_DELTANET))
     padding = PADDING * 2 * (g.conv_channels + g.value_width)
     return {
@@ -80,21 +91,33 @@ class Parts(NamedTuple):
     selector: Selector
     slots: Slots
     model: Model
+    frame: Frame
 
 
 class CudaSpeculation:
-    """Implements `Speculation`; drafts come from the host."""
+    """Implements `Speculation`; without a drafter, drafts come from the host alone."""
 
-    def __init__(self, spec: ModelSpec, *, queue: Queue) -> None:
-        self._spec, self._queue = spec, queue
-        self.max_drafts = 0
+    def __init__(self, spec: ModelSpec, drafter: DrafterSpec | None, *, queue: Queue) -> None:
+        self._spec, self.drafter, self._queue = spec, drafter, queue
+        self.max_drafts = drafter.max_drafts if drafter else 0
+        self._drafting: Drafting | None = None
+
+    def most_selected(self, plan: MemoryPlan) -> int:
+        """Rows of logits that a round needs."""
+        drafts = draft_rows(self.drafter, plan.num_rows) if self.drafter else 0
+        return max(plan.max_recorded, drafts)
+
+    def load(self, weights: DrafterWeights, num_sms: int) -> None:
+        """Take the drafter's weights."""
+        assert self.drafter is not None
+        self._drafting = Drafting(self.drafter, weights, queue=self._queue, num_sms=num_sms)
 
     def allocate(self, memory: Arena, plan: MemoryPlan, parts: Parts) -> None:
         """Take the memory of `speculation_nbytes`."""
         spec, g, queue = self._spec, self._spec.gdn, self._queue
         self._parts, self._lanes = parts, plan.num_rows
         taken = {}
-        for name, nbytes in speculation_nbytes(spec, plan).items():
+        for name, nbytes in _own_nbytes(spec, plan).items():
             if name != "fold columns":
                 taken[name] = memory.take(nbytes, "speculation", alignment=256)
                 set_bytes(taken[name], 0, queue.stream)
@@ -128,14 +151,40 @@ class CudaSpeculation:
             slots=plan.num_slots,
         )
         self._columns = Tables({"columns": plan.num_rows}, memory, queue.stream)
+        if self._drafting is not None:
+            tables = parts.frame.tables[Phase.DECODE]
+            target = Target(
+                embedding=parts.model.embedding,
+                head=parts.model.head,
+                num_token_ids=spec.num_token_ids,
+                hidden=parts.blocks.hidden,
+                logits=parts.blocks.logits,
+                tokens=parts.selector.tokens,
+                rings=parts.slots.rings.address,
+            )
+            columns = DecodeColumns(tables["row"], tables["token"])
+            self._drafting.allocate(memory, plan, target, columns)
 
-    def begin(self, staged: Staged, *, replayed: bool) -> None:
+    def capture(self) -> None:
+        """The graphs of drafts."""
+        if self._drafting is not None:
+            self._drafting.capture()
+
+    def begin(self, staged: Staged, batch: ForwardBatch, *, replayed: bool) -> None:
         """A forward begins; replayed: up to its logits at once."""
         self._staged, self._replayed = staged, replayed
+        if self._drafting is not None:
+            self._drafting.begin(batch)
+
+    def tap(self, layer_idx: int, T: int, phase: Phase) -> None:
+        """The stream behind a layer is there."""
+        if self._drafting is not None:
+            self._drafting.tap(layer_idx, T, phase)
 
     def draft(self, batch: DraftBatch) -> PendingDrafts:
-        """There is no drafter: nobody asks."""
-        raise AssertionError("drafts without a drafter")
+        """Order drafts of lanes; they stay there."""
+        assert self._drafting is not None, "drafts without a drafter"
+        return self._drafting.draft(batch)
 
     def accept(self, hidden: Staged, batch: ForwardBatch, limits: I32) -> PendingRows:
         """Accept a prefix of each row's drafts, choose the token behind it, and count them."""
@@ -143,10 +192,11 @@ class CudaSpeculation:
         assert wanted is not None
         if not self._replayed:
             blocks.head(hidden, batch.num_columns)
+        names, units = self._drafting.drafted if self._drafting else (0, 0)
         drafts = Drafts(
             ids=hidden.tables["ids"],
-            names=0,
-            units=0,
+            names=names,
+            units=units,
             indptr=hidden.tables["indptr"],
             columns=self._used,
             lanes=self._lanes,
@@ -157,9 +207,17 @@ class CudaSpeculation:
         return self._parts.selector.accept(blocks.logits, wanted, drafts, rows)
 
     def keep(self, batch: ForwardBatch, columns: I32 | None = None) -> None:
-        """Fold: slots state_out after the columns of each row that count."""
-        if not batch.record:
-            return
+        """Fold: slots state_out after the columns of each row that count; and extend the drafter's
+        context."""
+        if batch.record:
+            self._fold(batch, columns)
+        if self._drafting is not None:
+            used: I32 | int = np.diff(batch.row_indptr) if columns is None else columns
+            if batch.record and columns is None:
+                used = self._used
+            self._drafting.keep(batch, used)
+
+    def _fold(self, batch: ForwardBatch, columns: I32 | None) -> None:
         counts = self._used
         if columns is not None:
             self._columns.begin()
@@ -173,5 +231,7 @@ class CudaSpeculation:
         gdn_fold(self._queue, self.recorded, rows=rows, layers=self._layers)
 
     def close(self) -> None:
-        """Free the pinned memory."""
+        """Free graphs and pinned memory."""
         self._columns.close()
+        if self._drafting is not None:
+            self._drafting.close()
