@@ -7,7 +7,7 @@ prefill.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ginfer.batch import Phase
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ginfer.backend import MemoryPlan
     from ginfer.cuda.attention.append import Columns
     from ginfer.cuda.frame import Frame, Staged
+    from ginfer.cuda.gdn.fold import Recorded
     from ginfer.cuda.runtime.memory import Arena, Slice
     from ginfer.cuda.runtime.queue import Queue
     from ginfer.cuda.slots import Slots
@@ -88,7 +89,11 @@ class Buffers(NamedTuple):
 
 
 class Blocks:
-    """Launches of one model's blocks on one queue."""
+    """Launches of one model's blocks on one queue. records, nowhere: where forwards that record
+    leave the inputs of GDN layers, and slots [B] that nobody writes."""
+
+    records: Recorded
+    nowhere: int
 
     def __init__(
         self, spec: ModelSpec, plan: MemoryPlan, model: Model, *, queue: Queue, num_sms: int
@@ -97,7 +102,7 @@ class Blocks:
         self._queue, self._sms = queue, num_sms
         kinds = (LayerKind.FULL_ATTENTION, LayerKind.GATED_DELTANET)
         self._index = {i: n for kind in kinds for n, i in enumerate(spec.layers_of(kind))}
-        self.logits = 0
+        self.logits = self.hidden = 0
 
     @staticmethod
     def nbytes(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[str, int]:
@@ -156,7 +161,7 @@ class Blocks:
             logits=at["logits"],
             **inputs,
         )
-        self.logits, self._expanded = at["logits"], at["expanded"]
+        self.logits, self.hidden, self._expanded = at["logits"], at["hidden"], at["expanded"]
         self._slices = DecodeScratch(workspace=at["slices"], counters=at["counters"])
         self._totals = at["totals"]
         self._attention_scratch = AttentionScratch(at["partials"], at["stats"], *self._frame.work)
@@ -274,13 +279,18 @@ class Blocks:
         w, b, g, T = self._model.layers[layer_idx], self._buffers, self._spec.gdn, staged.T
         assert w.a_b is not None
         rows, index, W = staged.rows, self._index[layer_idx], w.inner.N
+        mix, ab, convolved = b.inner, b.ab, b.convolved
+        if staged.record:
+            mix, ab, convolved = self.records.layer(index)
         self._norm(w.input_norm, T, phase)
-        self._linear(b.inner, b.normed, w.inner, epilogue=Epilogue.STORE_BF16, T=T, phase=phase)
-        self._linear(b.ab, b.normed, w.a_b, epilogue=Epilogue.STORE_F32, T=T, phase=phase)
+        self._linear(mix, b.normed, w.inner, epilogue=Epilogue.STORE_BF16, T=T, phase=phase)
+        self._linear(ab, b.normed, w.a_b, epilogue=Epilogue.STORE_F32, T=T, phase=phase)
         channels = Channels(g.conv_channels, W, w.taps, self._slots.history(index))
-        conv(self._queue, b.convolved, b.inner, rows=rows, channels=channels)
+        conv(self._queue, convolved, mix, rows=rows, channels=channels)
         queue, to, layer = self._queue, b.gated.address, self._gdn_layer(w, index)
-        inputs = GdnInputs(b.convolved, b.inner, b.ab)
+        inputs = GdnInputs(convolved, mix, ab)
+        if staged.record:
+            rows = replace(rows, state_out=self.nowhere)
         if phase is Phase.PREFILL:
             chunks = staged.chunks(within=b.within, results=b.mlp.address)
             gdn_chunks(queue, to, inputs, T=T, tables=(rows, layer, chunks))
