@@ -42,9 +42,8 @@ run: $(VENV)/.run  ## Start the server with the demo model and stream one answer
 serve: $(VENV)/.run  ## Start the server: make serve PACKAGE=file.ginfer ARGS='--port 8001'
 	@$(BIN)/ginfer-serve $(PACKAGE) $(ARGS)
 
-test: $(VENV)/.test  ## All tests that need no GPU: what CI runs
-	$(PY) -m pytest -m 'not gpu and not multi_gpu and not long and not oracle' \
-		-o faulthandler_timeout=400 -o faulthandler_exit_on_timeout=true  # a hang ends with every stack
+test: $(VENV)/.test  ## All tests that need no GPU, in lanes side by side: what CI runs
+	@$(PY) -m scripts.suite
 
 test-long: $(VENV)/.oracle  ## Full counts and the live oracles, no GPU
 	$(PY) -m pytest -m 'not gpu and not multi_gpu' --durations 20

@@ -5,6 +5,7 @@ import pty
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_build_list_and_prune(image, tmp_path):
     assert image("prune") == (0, "0 files removed\n", "")
 
 
+def terminal_output(leader):
+    """What is drawn until the program ends; a terminal that nobody reads stops it when it is
+    full, after some hundred lines."""
+    drawn = b""
+    with suppress(OSError), open(leader, "rb", buffering=0) as terminal:
+        while data := terminal.read(1 << 16):
+            drawn += data
+    return drawn.decode(errors="replace")
+
+
 def test_build_draws_progress_on_a_terminal(tmp_path):
     code = (
         "from ginfer.cuda.runtime import catalog\n"
@@ -65,16 +76,13 @@ def test_build_draws_progress_on_a_terminal(tmp_path):
     command = [sys.executable, "-c", code, "image", "build", "--sm", "80", "--jobs", "1"]
     environment = {**os.environ, "GINFER_CACHE_DIR": str(tmp_path), "TERM": "xterm"}
     leader, follower = pty.openpty()
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=follower
-        )
-        drawn = os.read(leader, 1 << 16).decode(errors="replace")  # may end within a character
-    finally:
-        os.close(leader)
+    streams = {"stdout": subprocess.PIPE, "stderr": follower}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **streams) as process:
         os.close(follower)
-    assert done.returncode == 0
-    assert done.stdout.startswith("sm_80: 2 kernels, 2 compiled")
+        drawn = terminal_output(leader)
+        printed = process.stdout.read()
+    assert process.returncode == 0
+    assert printed.startswith("sm_80: 2 kernels, 2 compiled")
     assert "sm_80" in drawn
     assert "/2" in drawn
 
