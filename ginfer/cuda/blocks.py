@@ -26,7 +26,9 @@ from ginfer.cuda.frame import most_chunks, most_expanded, most_partials
 from ginfer.cuda.gdn.chunk import gdn_chunks
 from ginfer.cuda.gdn.conv import Channels, conv
 from ginfer.cuda.gdn.prepare import WITHIN_NBYTES
+from ginfer.cuda.gdn.round import RawInputs, RoundRows, gdn_round, has_round
 from ginfer.cuda.gdn.step import GdnInputs, GdnLayer, gdn_step
+from ginfer.cuda.linear.decode_few_launch import NormedRows, linear_decode_rows, takes_rows
 from ginfer.cuda.linear.decode_launch import DecodeLinear, DecodeScratch, linear_decode
 from ginfer.cuda.linear.decode_launch import scratch_nbytes as linear_scratch_nbytes
 from ginfer.cuda.linear.epilogue import Epilogue
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from ginfer.cuda.weights import Layer, Matrix, Model
     from ginfer.spec import ModelSpec
 
+Result = tuple[int, "Matrix", Epilogue]  # of a linear operator: address, matrix, epilogue
 TOKEN_PADDING = 128  # rows beyond T that a fragment-ordered buffer may have
 MAPS_NBYTES = 64 * MAP_NBYTES
 
@@ -191,21 +194,38 @@ class Blocks:
         how = RowNorm(self._spec.norm_eps, self._fragments(phase))
         rms_norm(self._queue, b.normed.address, b.hidden, weight, shape=(T, C), how=how)
 
+    def _normed(self, norm: int, results: tuple[Result, ...], *, T: int, phase: Phase) -> None:
+        """Linear operators on the norm of the residual stream."""
+        b, C = self._buffers, self._spec.hidden_size
+        if self._fragments(phase) and takes_rows(self._queue, T, C):
+            rows = NormedRows(x=b.hidden, factors=norm, eps=self._spec.norm_eps, T=T)
+            self._linear_rows(rows, results)
+            return
+        self._norm(norm, T, phase)
+        for y, matrix, epilogue in results:
+            self._linear(y, b.normed, matrix, epilogue=epilogue, T=T, phase=phase)
+
+    def _linear_rows(self, rows: NormedRows, results: tuple[Result, ...]) -> None:
+        """One decode launch: norm, a matrix, and a small one beside it."""
+        (y, matrix, epilogue), *others = results
+        linear = (self._decode(matrix, epilogue), self._slices)
+        beside = None
+        for other_y, other, how in others:
+            beside = (self._decode(other, how), other_y)
+        linear_decode_rows(self._queue, y, rows, linear=linear, beside=beside)
+
+    def _decode(self, matrix: Matrix, epilogue: Epilogue) -> DecodeLinear:
+        w, fmt, N, K = matrix.address, matrix.fmt, matrix.N, matrix.K
+        return DecodeLinear(w=w, fmt=fmt, N=N, K=K, epilogue=epilogue, num_sms=self._sms)
+
     def _linear(
         self, y: int, x: Activations, matrix: Matrix, *, epilogue: Epilogue, T: int, phase: Phase
     ) -> None:
         """y = x W^T with an epilogue."""
         image, stream = self._queue.image, self._queue.stream
         if self._fragments(phase):
-            decode = DecodeLinear(
-                w=matrix.address,
-                fmt=matrix.fmt,
-                N=matrix.N,
-                K=matrix.K,
-                epilogue=epilogue,
-                num_sms=self._sms,
-            )
-            linear_decode(image, stream, y, x.address, T=T, linear=(decode, self._slices))
+            linear = (self._decode(matrix, epilogue), self._slices)
+            linear_decode(image, stream, y, x.address, T=T, linear=linear)
             return
         prefill = PrefillLinear(
             w=matrix.address,
@@ -232,8 +252,8 @@ class Blocks:
         assert w.heads is not None
         kv = (self._slots.units.address, self._index[layer_idx], self._slots.pages)
         columns, queue = self._frame.columns(staged.tables), self._queue
-        self._norm(w.input_norm, T, phase)
-        self._linear(b.inner, b.normed, w.inner, epilogue=Epilogue.STORE_BF16, T=T, phase=phase)
+        inner = (b.inner, w.inner, Epilogue.STORE_BF16)
+        self._normed(w.input_norm, (inner,), T=T, phase=phase)
         append(queue, b.inner, kv, T=T, columns=columns, norms=(w.heads, a.num_q_heads))
         if phase is Phase.PREFILL:
             items = PrefillAttention(
@@ -282,12 +302,19 @@ class Blocks:
         mix, ab, convolved = b.inner, b.ab, b.convolved
         if staged.record:
             mix, ab, convolved = self.records.layer(index)
-        self._norm(w.input_norm, T, phase)
-        self._linear(mix, b.normed, w.inner, epilogue=Epilogue.STORE_BF16, T=T, phase=phase)
-        self._linear(ab, b.normed, w.a_b, epilogue=Epilogue.STORE_F32, T=T, phase=phase)
-        channels = Channels(g.conv_channels, W, w.taps, self._slots.history(index))
-        conv(self._queue, convolved, mix, rows=rows, channels=channels)
+        results = ((mix, w.inner, Epilogue.STORE_BF16), (ab, w.a_b, Epilogue.STORE_F32))
+        self._normed(w.input_norm, results, T=T, phase=phase)
         queue, to, layer = self._queue, b.gated.address, self._gdn_layer(w, index)
+        history = self._slots.history(index)
+        single = phase is Phase.DECODE and staged.longest == 1 and not staged.record
+        if single and has_round(queue, layer):
+            raw = RawInputs(mix, ab, w.taps, history)
+            slots = RoundRows(rows.state_in, rows.state_out, rows.B)
+            gdn_round(queue, to, raw, tables=(slots, layer))
+            self._add(b.gated, w.output, T, phase)
+            return
+        channels = Channels(g.conv_channels, W, w.taps, history)
+        conv(queue, convolved, mix, rows=rows, channels=channels)
         inputs = GdnInputs(convolved, mix, ab)
         if staged.record:
             rows = replace(rows, state_out=self.nowhere)
@@ -307,15 +334,19 @@ class Blocks:
     def mlp(self, layer_idx: int, staged: Staged, phase: Phase) -> None:
         """hidden += down(silu(gate(x)) * up(x)), x = norm(hidden)."""
         w, b, T = self._model.layers[layer_idx], self._buffers, staged.T
-        self._norm(w.post_norm, T, phase)
-        to = b.mlp.address
-        self._linear(to, b.normed, w.gate_up, epilogue=Epilogue.SILU_UP, T=T, phase=phase)
+        gate_up = (b.mlp.address, w.gate_up, Epilogue.SILU_UP)
+        self._normed(w.post_norm, (gate_up,), T=T, phase=phase)
         self._add(b.mlp, w.down, T, phase)
 
     def head(self, staged: Staged, R: int) -> None:
         """Logits of the columns that the batch wants."""
         b, C, phase = self._buffers, self._spec.hidden_size, Phase.DECODE
         columns = staged.tables["columns"]
+        if takes_rows(self._queue, R, C):
+            norm, eps = self._model.final_norm, self._spec.norm_eps
+            rows = NormedRows(x=b.hidden, factors=norm, eps=eps, T=R, columns=columns)
+            self._linear_rows(rows, ((b.logits, self._model.head, Epilogue.STORE_F32),))
+            return
         how = RowNorm(self._spec.norm_eps, self._fragments(phase), columns)
         to = b.selected.address
         rms_norm(self._queue, to, b.hidden, self._model.final_norm, shape=(R, C), how=how)

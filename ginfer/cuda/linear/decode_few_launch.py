@@ -100,6 +100,7 @@ def linear_decode_rows(
 ) -> None:
     """y = norm(rows) W^T with the bits of `rms_norm` and `linear_decode`. beside: a small BF16
     matrix and the address of its results, FP32, from the same rows."""
+    assert beside is None or beside[0].fmt == "BF16", "a small matrix is BF16"
     matrix, scratch = linear
     blocks, k_tiles = div_ceil(matrix.N, 128), div_ceil(matrix.K, 64)
     whole, slices = k_slices(matrix.N, matrix.K)
