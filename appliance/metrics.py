@@ -9,7 +9,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LABELS = {"finished": "reason", "reuse": "path"}  # of counters per kind; else "code"
+LABELS = {  # of counters per kind; else "code"
+    "finished": "reason",
+    "reuse": "path",
+    "drafted": "origin",
+    "accepted": "origin",
+    "accepted_at": "place",
+}
 GROUPS = ("grammar",)  # numbers of one part of the engine
 SECONDS = "_s"
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
@@ -18,6 +24,7 @@ TOTALS = frozenset(
     {
         *("submitted", "prompt_tokens", "cached_tokens", "prefill_tokens", "completion_tokens"),
         *("recomputed_tokens", "passed", "evicted_snapshots", "parked_pages", "unparked_pages"),
+        *("spec_rounds", "expanded_rounds", "fallback_rows"),
         *("prefill_rounds", "decode_rounds", "row_rounds", "forward_s", "wait_s", "busy_s"),
         *("grammar_mask_s", "grammar_wait_s", "grammar_compile_s"),
         *("grammar_compiled", "grammar_cached"),

@@ -100,7 +100,11 @@ def _throughput(
     def grown(name: str) -> int:
         return int(stats[name] - before[name])
 
+    def total(name: str) -> int:
+        return int(sum(stats[name].values()) - sum(before[name].values()))
+
     rounds, row_rounds = grown("decode_rounds"), grown("row_rounds")
+    drafted, accepted = total("drafted"), total("accepted")
     tokens = {
         "computed_prefill": grown("prefill_tokens"),
         "committed_decode": grown("completion_tokens"),
@@ -120,6 +124,9 @@ def _throughput(
             "rounds": rounds,
             "row_rounds": row_rounds,
             "average_size": row_rounds / rounds if rounds else 0.0,
+            "drafted": drafted,
+            "accepted": accepted,
+            "tokens_per_row_round": 1 + accepted / row_rounds if row_rounds else 0.0,
         },
     }
 
@@ -133,4 +140,5 @@ def _flat(line: Mapping[str, Any]) -> dict[str, Any]:
         "running": line["scheduler"]["running"],
         "waiting": line["scheduler"]["waiting"],
         "batch": round(line["decode_batch"]["average_size"], 2),
+        "tokens_per_round": round(line["decode_batch"]["tokens_per_row_round"], 2),
     }

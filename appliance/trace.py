@@ -73,6 +73,8 @@ class Trace:
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "reasoning_tokens": usage.reasoning_tokens,
+            "draft_tokens": usage.draft_tokens,
+            "accepted_draft_tokens": usage.accepted_tokens,
             "computed_prefill_tokens": usage.prompt_tokens - usage.cached_tokens,
             "prefix_cache_hit_tokens": usage.cached_tokens,
             "prefix_reuse_path": self._reuse_path,

@@ -76,6 +76,8 @@ class Answer:
         ]
         if usage.completion_tokens > 1 and times.decode_s > 0:
             parts.append(f"{(usage.completion_tokens - 1) / times.decode_s:.1f} tokens/s")
+        if usage.draft_tokens:
+            parts.append(f"{usage.accepted_tokens} of {usage.draft_tokens} drafts accepted")
         return ", ".join([*parts, str(self.finished.reason)])
 
     def _take(self, delta: Delta) -> None:

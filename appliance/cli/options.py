@@ -123,7 +123,15 @@ engine_options = stacked(
         default="auto",
         show_default=True,
         metavar="auto|none",
-        help="Speculation; auto: what the package offers.",
+        help="Speculation: auto where it pays, or none; the same answers.",
+    ),
+    click.option(
+        "--draft-tokens",
+        type=auto_count,
+        metavar="N|auto",
+        default="auto",
+        show_default=True,
+        help="Most drafts of a request and round.",
     ),
     click.option("--threads", type=int, metavar="N", help="CPU threads.  [default: all cores]"),
     click.option(

@@ -70,13 +70,19 @@ def acceptance_report(request: ChatRequest) -> dict[str, Any]:
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Token counts; the stop token counts, reasoning is a part of the completion."""
+    """Token counts; the stop token counts, reasoning is a part of the completion. What became of
+    drafts is told where there were any."""
+    details = {"reasoning_tokens": usage.reasoning_tokens}
+    if usage.draft_tokens:
+        rejected = usage.draft_tokens - usage.accepted_tokens
+        details["accepted_prediction_tokens"] = usage.accepted_tokens
+        details["rejected_prediction_tokens"] = rejected
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "completion_tokens_details": details,
     }
 
 

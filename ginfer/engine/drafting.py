@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ginfer.batch import I32
     from ginfer.engine.draft_width import CostTable
     from ginfer.engine.grammar import Constraint
-    from ginfer.engine.job import Job
+    from ginfer.engine.job import Job, Round
     from ginfer.engine.rank import Flight, Rank
     from ginfer.engine.stats import Stats
     from ginfer.frontend.base import Frontend
@@ -121,8 +121,9 @@ class Drafting:
     def _may_close(self, token_id: int) -> bool:
         return self._close in self._frontend.token_text(token_id)
 
-    def record(self, plan: DraftPlan | None, accepted: Sequence[int]) -> None:
-        """What became of the last plan: accepted drafts by row."""
+    def record(self, done: Round, accepted: Sequence[int]) -> None:
+        """A decode round was read that accepted so many drafts of each row."""
+        plan = done.flight.plan
         lanes = tuple(self._offers)
         given = dict.fromkeys(lanes, 0) if plan is None else dict(zip(plan.lanes, plan.widths))
         taken = dict.fromkeys(lanes, 0) if plan is None else dict(zip(plan.lanes, accepted))
@@ -130,6 +131,9 @@ class Drafting:
         if plan is not None:
             origins = [self._offers[lane].origin.value for lane in plan.lanes]
             self._stats.drafts(origins, plan.widths, accepted, wide=WINDOW)
+            for job, width, count in zip(done.jobs, plan.widths, accepted, strict=True):
+                job.draft_tokens += width
+                job.accepted_tokens += count
 
 
 def open_drafting(

@@ -37,6 +37,8 @@ class Job:
     cached_tokens: int = 0
     admitted: float | None = None
     first_token: float | None = None
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     def timings(self, now: float) -> Timings:
         """Of a request that ends now."""

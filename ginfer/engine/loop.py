@@ -378,7 +378,7 @@ class RoundLoop:
             self.stats.decode_rounds += 1
             self.stats.row_rounds += len(rows)
             if self._drafting is not None:
-                self._drafting.record(done.flight.plan, [n - 1 for n in draw.counts])
+                self._drafting.record(done, [n - 1 for n in draw.counts])
         self._commit(done.jobs, rows, draw)
 
     def _commit(self, jobs: list[Job], rows: list[int], draw: Draw) -> None:
@@ -451,6 +451,8 @@ class RoundLoop:
                 cached_tokens=job.cached_tokens,
                 completion_tokens=output.completion_tokens,
                 reasoning_tokens=output.reasoning_tokens,
+                draft_tokens=job.draft_tokens,
+                accepted_tokens=job.accepted_tokens,
             ),
             timings=timings,
             stop=ending.stop,

@@ -126,12 +126,14 @@ class TokenLogprob:
 @dataclass(frozen=True, kw_only=True)
 class Usage:
     """Token counts of a request. completion_tokens counts the stop token; reasoning_tokens is a
-    part of it."""
+    part of it. draft_tokens were verified for it, accepted_tokens of them accepted."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
     reasoning_tokens: int
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,6 @@ from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from ginfer.engine.context_copy import MAX_DRAFTS
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -51,7 +49,7 @@ class Stats:
     complete request.
     Of speculation: rounds that verified drafts (spec_rounds), with more than a learned window in a
     row (expanded_rounds); drafted and accepted count drafts by origin, accepted_at by place in the
-    row; fallback_rows are rows without drafts in such rounds.
+    row, from 1; fallback_rows are rows without drafts in such rounds.
     forward_s is time inside the backend, wait_s the part of it that waits for values of a backend
     that runs ahead or computes them, busy_s the time of whole rounds. Rows of a decode round whose
     request has ended before it is read do not count.
@@ -77,7 +75,7 @@ class Stats:
         self.fallback_rows = 0
         self.drafted: Counter[str] = Counter()
         self.accepted: Counter[str] = Counter()
-        self.accepted_at = [0] * MAX_DRAFTS
+        self.accepted_at: Counter[str] = Counter()
         self.forward_s = 0.0
         self.wait_s = 0.0
         self.busy_s = 0.0
@@ -97,8 +95,7 @@ class Stats:
         for origin, width, taken in zip(origins, widths, accepted, strict=True):
             self.drafted[origin] += width
             self.accepted[origin] += taken
-            for place in range(taken):
-                self.accepted_at[place] += 1
+            self.accepted_at.update(map(str, range(1, taken + 1)))
 
     def finish(self, reason: str, timings: Timings, completion_tokens: int) -> None:
         """Count a request that is complete."""
@@ -115,6 +112,4 @@ class Stats:
 def _plain(value: object) -> Any:
     if isinstance(value, Histogram):
         return value.snapshot()
-    if isinstance(value, Counter):
-        return dict(value)
-    return list(value) if isinstance(value, list) else value
+    return dict(value) if isinstance(value, Counter) else value

@@ -55,6 +55,7 @@ CHANGES = [
     ("--no-prefix-reuse", "engine.prefix_reuse", False),
     ("--tp 1 --tp-fallback reject", "engine.tp", 1),
     ("--spec none", "engine.spec", "none"),
+    ("--draft-tokens 3", "engine.draft_tokens", 3),
     ("--threads 1", "engine.threads", 1),
     ("--no-cuda-graph", "engine.cuda_graphs", False),
     ("--backend cpu", "engine.backend", "cpu"),
