@@ -26,7 +26,8 @@ SHORTEST, LONGEST = 6, 12  # tokens of a match
 MAX_DRAFTS = MAX_DRAFT_TOKENS
 MAX_CANDIDATES = 1024  # occurrences looked at, the most recent ones: bounds the work of a round
 
-_BASE = np.uint64(0x9E3779B97F4A7C15)
+_BASE, _WORD = np.uint64(0x9E3779B97F4A7C15), (1 << 64) - 1
+_NOWHERE = np.zeros(0, np.int64)
 
 
 def _window_hashes(tokens: I32) -> U64:
@@ -37,6 +38,15 @@ def _window_hashes(tokens: I32) -> U64:
         hashes = (hashes ^ tokens[i : i + count].astype(np.uint64)) * _BASE
         hashes ^= hashes >> np.uint64(29)
     return hashes
+
+
+def _window_hash(window: Sequence[int]) -> int:
+    """The same of one window; a few tokens a round are no work for arrays."""
+    value = 0
+    for token in window:
+        value = (value ^ token) * int(_BASE) & _WORD
+        value ^= value >> 29
+    return value
 
 
 class ContextCopy:
@@ -51,6 +61,12 @@ class ContextCopy:
         order = np.argsort(hashes, kind="stable")
         self._hashes, self._ends = hashes[order], (order + SHORTEST).astype(np.int64)
         self._generated: defaultdict[int, list[int]] = defaultdict(list)
+        self._tail: list[int] = self._tokens[: self._length][1 - SHORTEST :].tolist()
+        size = 1 << (8 * len(hashes)).bit_length()
+        flags = np.zeros(size, np.uint8)
+        flags[hashes & np.uint64(size - 1)] = 1
+        self._flags = flags.tobytes()  # [hash % size]: whether a window of the prompt may have it
+        self._last_hash = int(hashes[-1]) if len(hashes) else 0  # of the last window
 
     @property
     def num_tokens(self) -> int:
@@ -62,9 +78,11 @@ class ContextCopy:
         start, stop = self._length, self._length + len(token_ids)
         self._tokens[start:stop] = token_ids
         self._length = stop
-        first = max(start - SHORTEST + 1, 0)
-        for i, value in enumerate(_window_hashes(self._tokens[first:stop]).tolist()):
-            self._generated[value].append(first + i + SHORTEST)
+        recent = [*self._tail, *token_ids]
+        for i in range(len(recent) - SHORTEST + 1):
+            value = self._last_hash = _window_hash(recent[i : i + SHORTEST])
+            self._generated[value].append(stop - len(recent) + i + SHORTEST)
+        self._tail = recent[1 - SHORTEST :]
 
     def propose(self, limit: int = MAX_DRAFTS) -> list[int]:
         """Up to `limit` tokens that followed the best match, none without one. A match that
@@ -80,18 +98,17 @@ class ContextCopy:
 
     def _candidates(self) -> NDArray[np.int64]:
         """Ends of earlier windows equal to the last one, ascending, the most recent ones."""
-        n = self._length
-        if n <= SHORTEST:
-            return np.zeros(0, np.int64)
-        suffix = self._tokens[n - SHORTEST : n]
-        value = _window_hashes(suffix)[0]
-        low = np.searchsorted(self._hashes, value, "left")
-        high = np.searchsorted(self._hashes, value, "right")
-        generated = np.array(self._generated.get(int(value), []), np.int64)
-        ends = np.concatenate([self._ends[low:high], generated])
+        n, value = self._length, self._last_hash
+        generated = self._generated.get(value, [])
+        known = self._flags[value & (len(self._flags) - 1)]
+        if n <= SHORTEST or not (known or (generated and generated[0] < n)):
+            return _NOWHERE
+        low = np.searchsorted(self._hashes, np.uint64(value), "left")
+        high = np.searchsorted(self._hashes, np.uint64(value), "right")
+        ends = np.concatenate([self._ends[low:high], np.array(generated, np.int64)])
         ends = ends[ends < n][-MAX_CANDIDATES:]
         windows = self._tokens[ends[:, None] - np.arange(SHORTEST, 0, -1)]
-        same: NDArray[np.bool_] = (windows == suffix).all(axis=1)
+        same: NDArray[np.bool_] = (windows == self._tokens[n - SHORTEST : n]).all(axis=1)
         return ends[same]
 
     def _longest(self, ends: NDArray[np.int64]) -> int:

@@ -143,6 +143,10 @@ class DraftWidths:
             if offer.origin is Origin.COPY and width:
                 row.full_copies = row.full_copies + 1 if accepted[key] == width else 0
 
+    def may_draft(self, key: int, num_rows: int) -> bool:
+        """Whether drafts of the request can be in a plan of so many rows at all."""
+        return self._may_lose(key, 0.0, num_rows)
+
     def copy_limit(self, key: int) -> int:
         """Most tokens that a copy may propose for the request now."""
         full = self._row(key).full_copies >= WIDE_AFTER

@@ -79,7 +79,8 @@ class Drafting:
     def plan(self, jobs: Sequence[Job]) -> DraftPlan | None:
         """Drafts of a round over these requests, by the tokens that are known; None when nobody
         drafts."""
-        copies = {job.lane: self._copy(job) for job in jobs}
+        may = {job.lane: self.widths.may_draft(job.lane, len(jobs)) for job in jobs}
+        copies = {job.lane: self._copy(job) if may[job.lane] else [] for job in jobs}
         self._offers = {job.lane: self._offer(job, copies[job.lane]) for job in jobs}
         if not any(offer.limit for offer in self._offers.values()):
             return None
