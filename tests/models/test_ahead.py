@@ -39,10 +39,12 @@ def ahead():
 
 
 def values(run):
-    """What must be equal: all that its caller sees but times."""
+    """What must be equal: all that its caller sees but times, and drafts, whose number follows from
+    times."""
     end = run.finished
+    usage = dataclasses.replace(end.usage, draft_tokens=0, accepted_tokens=0)
     seen = (run.ids, run.logprobs, run.text(), run.text(Channel.REASONING))
-    return (*seen, end.reason, end.stop, end.usage, run.started.cached_tokens)
+    return (*seen, end.reason, end.stop, usage, run.started.cached_tokens)
 
 
 def chat(engine, text, thinking):
