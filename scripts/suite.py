@@ -52,7 +52,7 @@ LANES = (
     ),
     Lane("service", ("tests/service",)),
     Lane("models", ("tests/models",)),
-    Lane("host", ("tests",), warm=False),
+    Lane("host", ("tests",)),
 )
 
 
