@@ -114,7 +114,7 @@ class Memory:
 
 @pytest.fixture
 def memory(stream):
-    memory = Memory(1024 * MIB, stream)
+    memory = Memory(4096 * MIB, stream)
     yield memory
     memory.check()
     memory.arena.close()
