@@ -177,6 +177,7 @@ def check_gdn_round(run, item, heads, slots):
         T * HV,
         *(buffer, it.mix, it.ab, it.state, it.gates, it.w, it.taps, it.history),
         *(it.state_in, it.state_out, it.mix.shape[1], it.HK, HV, *tiles_of(T), EPS),
+        cluster=HV // it.HK,
     )
     assert (from_fragments(buffer, T, HV * 128) == want).all()
     assert (it.state == other.state).all()

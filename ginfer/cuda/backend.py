@@ -147,7 +147,7 @@ class CudaBackend:
             nbytes=free - weights - RESERVE_NBYTES,
             host_nbytes=host_nbytes,
             slot_nbytes=slot_nbytes(self._spec) + ring,
-            slots_per_lane=2 if self.runs_ahead else 1,
+            slots_per_lane=2 if self.runs_ahead or self.speculation else 1,
             max_recorded=MAX_RECORDED if self.speculation else 0,
             prefill_chunk=8192,
             plentiful=True,

@@ -28,10 +28,10 @@ def open_backend(
     """Open the backend that is asked for; with 'auto' the CUDA image where it can serve. Its rounds
     speculate where it can and the options allow it, with a drafter or without. Raises ConfigError
     in one line when it cannot serve here or not with these options."""
+    speculates = config.spec != "none"
     refusal = "" if config.backend == "cpu" else cuda_refusal()
     if config.backend == "cpu" or (config.backend == "auto" and refusal):
         module = import_module("ginfer.cpu.backend")
-        speculates = config.spec != "none"
         backend = module.CpuBackend(
             spec, threads=config.threads, speculates=speculates, drafter=drafter
         )
@@ -43,6 +43,8 @@ def open_backend(
             "kv_elastic is for backend cpu: GPU memory stays with the process; leave it out",
             param="kv_elastic",
         )
-    return cast(
-        "Backend", import_module("ginfer.cuda.backend").CudaBackend(spec, graphs=config.cuda_graphs)
+    module = import_module("ginfer.cuda.backend")
+    backend = module.CudaBackend(
+        spec, graphs=config.cuda_graphs, speculates=speculates, drafter=drafter
     )
+    return cast("Backend", backend)

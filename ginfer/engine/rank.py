@@ -92,7 +92,8 @@ class Rank:
         num_lanes = plan.num_rows
         self._num_lanes = num_lanes
         self._verified: Flight | None = None  # the round that was read last, if it verified
-        assert plan.num_slots >= (1 + self.runs_ahead) * num_lanes, "a lane lacks its second slot"
+        per_lane = 2 if self.runs_ahead or plan.max_recorded else 1
+        assert plan.num_slots >= per_lane * num_lanes, "a lane lacks its second slot"
         self.frontier = np.zeros(num_lanes, np.int32)
         self._ordered = np.zeros(num_lanes, np.int32)
         self._rope_delta = np.zeros(num_lanes, np.int32)

@@ -168,7 +168,7 @@ class Parts:
     def measure(self) -> dict[str, float]:
         """Microseconds of the whole forward, of each part, of what is left of it as `rest` (what
         stands idle, less what overlaps), and of the selection behind it."""
-        whole = self._time(self._backend._graphs[self._rows])
+        whole = self._time(self._backend._graphs[self._rows, self._rows, False])
         found = {"forward": whole}
         for name, prefix in PARTS.items():
             graph = Graph(self._stream, partial(self._launch, prefix), name=name)

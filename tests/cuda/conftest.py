@@ -80,9 +80,19 @@ class Memory:
 
     def __init__(self, nbytes, stream):
         self.arena, self.stream = Arena(nbytes, "test memory"), stream
-        self.arena.fill(POISON, stream)
-        stream.synchronize()
+        self._poison()
+
+    def _poison(self):
+        self.arena.fill(POISON, self.stream)
+        self.stream.synchronize()
         self.guards = []
+
+    def restart(self):
+        """Check the canaries; no array is used any more."""
+        self.check()
+        self.arena.used = 0
+        self.arena.ledger.clear()
+        self._poison()
 
     def empty(self, shape, dtype):
         """A poisoned array."""
@@ -114,7 +124,7 @@ class Memory:
 
 @pytest.fixture
 def memory(stream):
-    memory = Memory(4096 * MIB, stream)
+    memory = Memory(512 * MIB, stream)
     yield memory
     memory.check()
     memory.arena.close()

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
     from ginfer.cuda.runtime.queue import Queue
 
-MOST_SHARING = 0  # value heads of a key head: blocks of a cluster
+MOST_SHARING = 8  # value heads of a key head: blocks of a cluster
 PARTS = 3  # query, key, value: four channels of a lane each
 
 cluster_arrive = ptx_op("barrier.cluster.arrive.aligned;")

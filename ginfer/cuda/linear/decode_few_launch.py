@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SHARED_NBYTES = 220 << 10  # of tokens and rings
 BESIDE = 3  # thread blocks of a small matrix
-MOST_ROWS = 0  # none until measured; at most those of `decode_tokens`
+MOST_ROWS = 8  # those of `decode_tokens`
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,11 @@ class FewPlan(LaunchPlan):
 
     @classmethod
     def default(cls, capability: str, shape: Shape) -> FewPlan:
-        """One group; the longest stages of which four fit."""
+        """Two groups with short stages for 4-bit weights; else one group with the longest stages of
+        which four fit."""
         room = (SHARED_NBYTES - NBYTES) // shape[2]
+        if room >= 32:
+            return cls(2, 8, 1, 2, 8)
         span = next(s for s in (8, 4, 2) if 4 * s <= room)
         return cls(1, 8, 1, span, room // span)
 
