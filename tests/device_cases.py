@@ -167,23 +167,6 @@ def gdn_step(run, it, convolved):
     return from_fragments(buffer, T, HV * 128) if run.early else out
 
 
-def check_gdn_round(run, item, heads, slots):
-    """One kernel for a column of each row against convolution and step, bit for bit."""
-    it, other = (make_gdn(12, heads, [1] * len(slots), slots) for _ in range(2))
-    want, T, HV = gdn_step(run, other, check_conv(run, other)), len(slots), it.HV
-    buffer = np.full(fragment_size(T, HV * 128), NAN, np.uint16)
-    run(
-        item,
-        T * HV,
-        *(buffer, it.mix, it.ab, it.state, it.gates, it.w, it.taps, it.history),
-        *(it.state_in, it.state_out, it.mix.shape[1], it.HK, HV, *tiles_of(T), EPS),
-        cluster=HV // it.HK,
-    )
-    assert (from_fragments(buffer, T, HV * 128) == want).all()
-    assert (it.state == other.state).all()
-    assert (it.history == other.history).all()
-
-
 def gdn_fold(run, layers, convolved, columns):
     """Fold of layers with the same rows; states [L, slots, HV, K, V] and histories after it."""
     it = layers[0]

@@ -26,7 +26,6 @@ from ginfer.cuda.frame import most_chunks, most_expanded, most_partials
 from ginfer.cuda.gdn.chunk import gdn_chunks
 from ginfer.cuda.gdn.conv import Channels, conv
 from ginfer.cuda.gdn.prepare import WITHIN_NBYTES
-from ginfer.cuda.gdn.round import RawInputs, RoundRows, gdn_round, has_round
 from ginfer.cuda.gdn.step import GdnInputs, GdnLayer, gdn_step
 from ginfer.cuda.linear.decode_few_launch import NormedRows, linear_decode_rows, takes_rows
 from ginfer.cuda.linear.decode_launch import DecodeLinear, DecodeScratch, linear_decode
@@ -305,15 +304,7 @@ class Blocks:
         results = ((mix, w.inner, Epilogue.STORE_BF16), (ab, w.a_b, Epilogue.STORE_F32))
         self._normed(w.input_norm, results, T=T, phase=phase)
         queue, to, layer = self._queue, b.gated.address, self._gdn_layer(w, index)
-        history = self._slots.history(index)
-        single = phase is Phase.DECODE and staged.longest == 1 and not staged.record
-        if single and has_round(queue, layer):
-            raw = RawInputs(mix, ab, w.taps, history)
-            slots = RoundRows(rows.state_in, rows.state_out, rows.B)
-            gdn_round(queue, to, raw, tables=(slots, layer))
-            self._add(b.gated, w.output, T, phase)
-            return
-        channels = Channels(g.conv_channels, W, w.taps, history)
+        channels = Channels(g.conv_channels, W, w.taps, self._slots.history(index))
         conv(queue, convolved, mix, rows=rows, channels=channels)
         inputs = GdnInputs(convolved, mix, ab)
         if staged.record:

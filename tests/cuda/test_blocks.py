@@ -6,7 +6,6 @@ import pytest
 from ginfer.cuda.attention.decode_launch import SMALL, decode_kernel, large_tiles
 from ginfer.cuda.attention.prefill import form_of
 from ginfer.cuda.gdn.chunk import form_of as chunk_form
-from ginfer.cuda.gdn.round import gdn_round_kernel
 from ginfer.cuda.runtime.queue import starts_early
 from tests.acceptance_cases import check_acceptance, random_verification
 from tests.attention_cases import (
@@ -22,7 +21,6 @@ from tests.device_cases import (
     check_embedding,
     check_fold,
     check_gdn,
-    check_gdn_round,
     check_rms_norm,
     check_selection,
     gdn_chunks,
@@ -42,13 +40,11 @@ class OnDevice:
         self.image, self.stream, self.memory = image, stream, memory
         self.early = int(starts_early(image.capability))
 
-    def __call__(self, item, grid, *arguments, cluster=1):
+    def __call__(self, item, grid, *arguments):
         arrays = [a if isinstance(a, np.ndarray) else None for a in arguments]
         placed = [a if a is None else self.memory.put(a) for a in arrays]
         values = [v if p is None else p.address for v, p in zip(arguments, placed)]
-        self.image.launch(
-            item, (grid,), self.stream, *values, dependent=bool(self.early), cluster=cluster
-        )
+        self.image.launch(item, (grid,), self.stream, *values, dependent=bool(self.early))
         self.stream.synchronize()
         for array, place in zip(arrays, placed):
             if array is not None:
@@ -140,14 +136,6 @@ def test_conv_and_gdn_step(run, heads):
     it = make_gdn(10, heads, lengths, slots)
     convolved, before = check_conv(run, it), it.state.copy()
     check_gdn(it, convolved, before, gdn_step(run, it, convolved))
-
-
-@pytest.mark.parametrize("heads", GDN_HEADS, ids=str)
-@pytest.mark.parametrize("B", [1, 3, 8])
-def test_a_round_of_gdn_is_convolution_and_step(run, heads, B, capability):
-    if capability != "90a":
-        pytest.skip("a kernel of sm_90a")
-    check_gdn_round(run, gdn_round_kernel(1), heads, [(b, 8 + b) for b in range(B)])
 
 
 def test_conv_over_pieces(run):

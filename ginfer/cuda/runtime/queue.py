@@ -24,13 +24,9 @@ class Queue:
         """Whether kernels are built for dependent launch."""
         return starts_early(self.image.capability)
 
-    def launch(
-        self, item: Kernel, grid: tuple[int, ...], *arguments: int | float, cluster: int = 1
-    ) -> None:
-        """Put a kernel on the stream, in clusters of blocks if wanted."""
-        self.image.launch(
-            item, grid, self.stream, *arguments, dependent=self.early, cluster=cluster
-        )
+    def launch(self, item: Kernel, grid: tuple[int, ...], *arguments: int | float) -> None:
+        """Put a kernel on the stream."""
+        self.image.launch(item, grid, self.stream, *arguments, dependent=self.early)
 
 
 def starts_early(capability: str) -> bool:

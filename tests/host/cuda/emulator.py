@@ -140,5 +140,5 @@ class Emulator:
     def __init__(self, early):
         self.early = early
 
-    def __call__(self, item, grid, *arguments, cluster=1):
-        run(item, grid, *arguments)  # of blocks one after the other: none may wait for another
+    def __call__(self, item, grid, *arguments):
+        run(item, grid, *arguments)
