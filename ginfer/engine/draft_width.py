@@ -22,7 +22,7 @@ CREDIT_ROUNDS = 16  # plain rounds that count as time before they have passed
 KEEP = 0.03  # a new plan must promise this much more than the widths of the last round
 TRIAL = 3  # drafts of a trial
 DECAY = 0.93  # of what was observed, per observation
-PRIOR, PRIOR_WEIGHT = 0.7, 2.0  # acceptance of a draft before anything was observed
+PRIOR, PRIOR_WEIGHT = 0.85, 2.0  # acceptance of a draft before anything was observed
 WIDE_AFTER = 2  # fully accepted copies in a row before a copy may exceed the learned window
 MAX_COLUMNS = 128
 
@@ -36,15 +36,19 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
-    """Seconds of rounds, measured at start. columns: ascending. verify_s: [rows - 1][columns],
-    draft_s: [rows - 1], of the drafter for a batch."""
+    """Seconds of rounds, measured at start. columns: ascending. plain_round_s: [rows - 1].
+    verify_s: [rows - 1][columns], of rounds that verify. draft_s: [rows - 1], of the drafter for a
+    batch."""
 
     columns: tuple[int, ...]
+    plain_round_s: tuple[float, ...]
     verify_s: tuple[tuple[float, ...], ...]
     draft_s: tuple[float, ...]
 
     def round_s(self, num_rows: int, num_columns: int, *, drafter: bool) -> float:
         """Seconds of a round, linear between measured numbers of columns."""
+        if num_columns == num_rows:
+            return self.plain_round_s[num_rows - 1]
         known, costs = self.columns, self.verify_s[num_rows - 1]
         i = min(bisect_left(known, num_columns), len(known) - 1)
         cost = costs[i]
@@ -142,6 +146,12 @@ class DraftWidths:
                 row.loss_s = max(0.0, row.loss_s + cost - accepted[key] * plain / num_rows)
             if offer.origin is Origin.COPY and width:
                 row.full_copies = row.full_copies + 1 if accepted[key] == width else 0
+
+    def charge(self, keys: Sequence[int], seconds: float) -> None:
+        """Planning took so long for nothing, while nothing else went on: a loss of requests whose
+        drafts are not worth a round."""
+        for key in keys:
+            self._row(key).loss_s += seconds / len(keys)
 
     def may_draft(self, key: int, num_rows: int) -> bool:
         """Whether drafts of the request can be in a plan of so many rows at all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +14,7 @@ from ginfer.engine.round import DraftPlan
 from ginfer.engine.round_costs import measure_costs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ginfer.backend import MemoryPlan
     from ginfer.batch import I32
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ginfer.frontend.base import Frontend
 
 WINDOW = 7  # drafts of a copy that has not proved itself, where there is no drafter
+PATIENCE, SELDOM = 8, 4  # rounds without a match before a look-up that delays comes seldom
 INLINE_TOKENS = 4096  # longest prompt that is indexed at once; longer ones beside the rounds
 
 
@@ -32,7 +34,7 @@ class Drafting:
     """Drafts of one engine's requests, by lane. Copies of the context come before the drafter's.
 
     max_drafts: of the drafter, 0 without one. limit: most drafts of a row and round, None = as many
-    as there are.
+    as there are. delays: planning takes time from the rounds, which do not run ahead of it.
     """
 
     def __init__(
@@ -43,13 +45,15 @@ class Drafting:
         *,
         max_drafts: int,
         limit: int | None,
+        delays: bool,
     ) -> None:
         most = MAX_DRAFTS if limit is None else min(limit, MAX_DRAFTS)
         self._learned = min(max_drafts, most)
         self.widths = DraftWidths(costs, learned=self._learned or min(WINDOW, most), copied=most)
-        self._frontend, self._stats = frontend, stats
+        self._frontend, self._stats, self._delays = frontend, stats, delays
         self._close = frontend.token_text(frontend.reasoning_close_ids[-1])[-1]
         self._copies: dict[int, Future[ContextCopy]] = {}
+        self._misses: dict[int, int] = {}  # rounds without a match in a row
         self._offers: dict[int, Offer] = {}  # of the last plan
         self._indexer = ThreadPoolExecutor(1, "ginfer-index")
 
@@ -73,6 +77,7 @@ class Drafting:
         """The request of a lane has ended."""
         self.widths.forget(lane)
         self._copies.pop(lane, None)
+        self._misses.pop(lane, None)
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -80,6 +85,14 @@ class Drafting:
         """Drafts of a round over these requests, by the tokens that are known; None when nobody
         drafts."""
         may = {job.lane: self.widths.may_draft(job.lane, len(jobs)) for job in jobs}
+        began = perf_counter()
+        plan = self._plan(jobs, may)
+        offered = [lane for lane, offer in self._offers.items() if offer.limit]
+        if self._delays and plan is None and offered:
+            self.widths.charge(offered, perf_counter() - began)
+        return plan
+
+    def _plan(self, jobs: Sequence[Job], may: Mapping[int, bool]) -> DraftPlan | None:
         copies = {job.lane: self._copy(job) if may[job.lane] else [] for job in jobs}
         self._offers = {job.lane: self._offer(job, copies[job.lane]) for job in jobs}
         if not any(offer.limit for offer in self._offers.values()):
@@ -95,12 +108,18 @@ class Drafting:
 
     def _copy(self, job: Job) -> list[int]:
         """What followed the last tokens of a request where they occurred before."""
+        misses = self._misses[job.lane] = self._misses.get(job.lane, 0) + 1
+        if self._delays and misses > PATIENCE and misses % SELDOM:
+            return []
         future, most = self._copies[job.lane], _most_drafts(job)
         if most < 1 or not future.done():
             return []
         index = future.result()
         index.append(job.generated[index.num_tokens - job.request.prompt.num_tokens :])
-        return index.propose(min(most, self.widths.copy_limit(job.lane)))
+        copy = index.propose(min(most, self.widths.copy_limit(job.lane)))
+        if copy:
+            self._misses[job.lane] = 0
+        return copy
 
     def _offer(self, job: Job, copy: list[int]) -> Offer:
         if copy or not self._learned:
@@ -145,7 +164,14 @@ def open_drafting(
     if speculation is None or not plan.max_recorded:
         return None
     costs = measure_costs(rank.spec, rank.backend, plan)
-    return Drafting(costs, frontend, stats, max_drafts=speculation.max_drafts, limit=limit)
+    return Drafting(
+        costs,
+        frontend,
+        stats,
+        max_drafts=speculation.max_drafts,
+        limit=limit,
+        delays=not rank.runs_ahead,
+    )
 
 
 def _most_drafts(job: Job) -> int:

@@ -1,8 +1,8 @@
 """Costs of decode rounds, measured before an engine serves: rows, columns, drafts.
 
 Rounds over empty pages, timed from their order to their values; the best of a few counts, and none
-counts more than one of more columns. Seconds are taken as linear in the rows of a round and,
-between measured ones, in its columns.
+counts more than one of more columns. A round that verifies costs more than a plain one however few
+its drafts are. Between measured ones seconds are linear in the rows of a round and in its columns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ginfer.backend import Backend, MemoryPlan
     from ginfer.spec import ModelSpec
 
-WIDTHS = (1, 4, 16)  # columns of a row
+ROWS = (1, 2, 4, 8)
+WIDTHS = (2, 4, 16)  # columns of a row that verifies
 REPEATS, ENOUGH_S = 3, 0.3  # a round that was measured for so long is not repeated
 _START = 32  # tokens before the measured ones
 
@@ -31,27 +32,45 @@ def measure_costs(spec: ModelSpec, backend: Backend, plan: MemoryPlan) -> CostTa
     """The table of an engine that has allocated `plan` and serves nobody. What it leaves in pages,
     slots and counts is overwritten or cleared by who gets them."""
     probe = _Probe(spec, backend, plan)
-    rows = sorted({1, plan.num_rows})
-    widths = [n for n in WIDTHS if n * plan.num_rows <= plan.max_recorded]
-    verify = {B: _rising({B * n: probe.verify_s(B, n) for n in widths}) for B in rows}
+    rows = sorted({min(B, plan.num_rows) for B in (*ROWS, plan.num_rows)})
+    plain = {B: probe.round_s(B, 1) for B in rows}
+    verify = {
+        B: _down_to(
+            B + 1,
+            {B * n: probe.round_s(B, n) for n in WIDTHS if B * n <= plan.max_recorded},
+            plain[B],
+        )
+        for B in rows
+    }
     draft = {B: probe.draft_s(B) for B in rows}
-    columns = tuple(sorted({n for B in rows for n in verify[B]}))
+    columns = tuple(sorted({n for costs in verify.values() for n in costs}))
     known = {
         B: np.interp(columns, list(costs), list(costs.values())) for B, costs in verify.items()
     }
     every = range(1, plan.num_rows + 1)
 
-    def between(B: int, values: dict[int, float]) -> float:
-        return float(np.interp(B, rows, [values[b] for b in rows]))
+    def between(values: dict[int, float]) -> tuple[float, ...]:
+        return tuple(np.interp(every, rows, [values[B] for B in rows]).tolist())
 
+    by_columns = [between({B: float(known[B][i]) for B in rows}) for i in range(len(columns))]
     return CostTable(
         columns=columns,
-        verify_s=tuple(
-            tuple(between(B, {b: float(known[b][i]) for b in rows}) for i in range(len(columns)))
-            for B in every
-        ),
-        draft_s=tuple(between(B, draft) for B in every),
+        plain_round_s=between(plain),
+        verify_s=tuple(zip(*by_columns)),
+        draft_s=between(draft),
     )
+
+
+def _down_to(least: int, costs: dict[int, float], plain_s: float) -> dict[int, float]:
+    """Costs by columns, none above that of more columns, continued to `least` columns along the
+    first slope, where they are not below a plain round."""
+    rising = _rising(costs)
+    (first, cost), *more = rising.items()
+    if first > least:
+        second, above = more[0] if more else (first + 1, cost)
+        slope = (above - cost) / (second - first)
+        rising = {least: cost - slope * (first - least), **rising}
+    return {n: max(seconds, plain_s) for n, seconds in rising.items()}
 
 
 class _Probe:
@@ -62,7 +81,7 @@ class _Probe:
         self._spec, self._backend, self._plan = spec, backend, plan
         self._speculation = backend.speculation
 
-    def verify_s(self, num_rows: int, width: int) -> float:
+    def round_s(self, num_rows: int, width: int) -> float:
         """Seconds of a round of `width` columns per row, 1 for a plain one."""
         batch = self._batch(num_rows, width)
         limits = np.full(num_rows, width, np.int32)

@@ -24,6 +24,7 @@ def cost_table(per_column=0.01, draft=0.2, rows=8):
     """Rounds of one second and more: a share per column beyond the rows, and the drafter's."""
     return CostTable(
         columns=COLUMNS,
+        plain_round_s=tuple(1 + 0.02 * row for row in range(rows)),
         verify_s=tuple(
             tuple(1 + 0.02 * row + per_column * max(c - row - 1, 0) for c in COLUMNS)
             for row in range(rows)
@@ -146,7 +147,7 @@ def test_a_copy_grows_beyond_the_learned_window_after_two_full_ones():
 
 
 def test_costs_between_measured_columns_are_linear_and_beyond_them_the_last():
-    costs = CostTable(columns=(1, 3), verify_s=((1.0, 2.0),), draft_s=(0.5,))
+    costs = CostTable(columns=(1, 3), plain_round_s=(1.0,), verify_s=((1.0, 2.0),), draft_s=(0.5,))
     assert costs.round_s(1, 2, drafter=False) == 1.5
     assert costs.round_s(1, 3, drafter=True) == 2.5
     assert costs.round_s(1, 9, drafter=False) == 2.0
