@@ -26,7 +26,12 @@ def record(
 
 
 def head_commit() -> str:
-    """The commit of the working tree, marked when files differ from it."""
-    command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    """The commit of the working tree, marked when files differ from it; records do not count, which
+    benchmarks that run one after the other write."""
+    changes = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/performance"]
+    return _git("rev-parse", "--short", "HEAD") + ("-dirty" if _git(*changes) else "")
+
+
+def _git(*command: str) -> str:
+    done = subprocess.run(["git", *command], capture_output=True, text=True, check=True, cwd=ROOT)
     return done.stdout.strip()
