@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 from ginfer.cuda.lib.wgmma import WIDTHS
@@ -131,6 +132,7 @@ def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
             yield prefill_kernel(fmt, plan, Epilogue.STORE_BF16, capability)
 
 
+@cache
 def prefill_kernel(
     fmt: str, plan: LinearPrefillPlan, epilogue: Epilogue, capability: str
 ) -> Kernel:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 P = TypeVar("P", bound="LaunchPlan")
 TABLES = "ginfer.cuda.plans"
+REMEMBERED = 4096  # shapes whose plans a table knows; their number of tokens can be anything
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class PlanTable:
 
     capability: str
     plans: Mapping[tuple[str, Shape], LaunchPlan] = field(default_factory=dict)
+    _found: dict[tuple[str, Shape], LaunchPlan] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def load(cls, capability: str) -> PlanTable:
@@ -61,6 +65,15 @@ class PlanTable:
 
     def find(self, op: str, family: type[P], shape: Shape) -> P:
         """The plan of `op` for a shape. Raises InternalError when not even the default is legal."""
+        known = self._found.get((op, shape))
+        if isinstance(known, family):
+            return known
+        if len(self._found) >= REMEMBERED:
+            self._found.clear()
+        plan = self._found[op, shape] = self._find(op, family, shape)
+        return plan
+
+    def _find(self, op: str, family: type[P], shape: Shape) -> P:
         exact = self.plans.get((op, shape))
         for plan in (exact, *self._nearest(op, shape)):
             if isinstance(plan, family) and plan.supports(self.capability, shape):
