@@ -17,6 +17,7 @@ from ginfer.cuda.runtime.memory import (
     Slice,
     Staging,
     copy_on_device,
+    copy_to_device,
     copy_to_host,
 )
 from ginfer.cuda.runtime.stream import Event, Stream, Timer
@@ -126,6 +127,22 @@ def test_pinned_memory_is_addressed_by_host_and_device(memory, stream, image):
     copy_to_host(pinned.host, y.address, 4096, stream=stream)
     stream.synchronize()
     assert (pinned.bytes.view(np.float32) == values * 3).all()
+    pinned.close()
+
+
+def test_what_was_written_is_there_for_every_stream(memory, stream, image):
+    other, pinned = Stream(), PinnedBuffer(16 * MIB)  # keeps the way to the device busy
+    busy = memory.empty(16 * MIB, np.uint8)
+    x, y = memory.empty(256, np.float32), memory.empty(256, np.float32)
+    for turn in range(32):
+        for _ in range(4):
+            copy_to_device(busy.address, pinned.host, busy.nbytes, stream=other)
+        x.write(random_floats(256, seed=turn))
+        image.launch(SCALE, (1,), stream, y.address, x.address, 256)
+        stream.synchronize()
+        assert (y.read() == random_floats(256, seed=turn) * 3).all()
+    other.synchronize()
+    other.close()
     pinned.close()
 
 

@@ -360,7 +360,8 @@ def test_a_client_that_leaves_stores_nothing_and_frees_its_slot(server: Server) 
 
 
 def test_in_the_queue_it_shows_life_and_its_timeout_is_told(narrow: Server) -> None:
-    with streaming(narrow, **ENDLESS) as running:
+    slow = {"temperature": 2.0, "max_output_tokens": 15_000}  # repetitions would be copied
+    with streaming(narrow, **(ENDLESS | slow)) as running:
         next(running.blocks())
         narrow.wait_metric("ginfer_engine_running", 1)
         with streaming(narrow) as waiting:

@@ -79,6 +79,9 @@ class DeviceArray:
         assert host.shape == self.shape
         copied = driver.cuMemcpyHtoD(self.address, host.ctypes.data, self.nbytes)
         call("cuMemcpyHtoD", copied)
+        # What a copy from pageable memory staged may still be on its way, and streams do not wait
+        # for the default stream, where it is.
+        call("cuStreamSynchronize", driver.cuStreamSynchronize(driver.CU_STREAM_LEGACY))
 
     def read(self) -> NDArray[Any]:
         """Copy of the values; waits for the copy, not for streams."""
