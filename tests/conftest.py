@@ -1,4 +1,4 @@
-"""Every property test draws the same examples on every machine; --backend for live servers."""
+"""Every property test draws the same examples on every machine; --backend for engines."""
 
 import os
 
@@ -9,10 +9,10 @@ settings.load_profile("fixed")
 
 
 def pytest_addoption(parser):
-    """--backend NAME: what the servers of tests/service run on."""
+    """--backend NAME: what the engines of tests/models and tests/service run on."""
     parser.addoption("--backend", choices=("auto", "cpu", "cuda"), default="cpu")
 
 
 def pytest_configure(config):
-    """Tell the launcher, which may run in another process."""
+    """Tell those that open engines, which may be other processes."""
     os.environ["GINFER_TEST_BACKEND"] = config.getoption("--backend")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,15 +25,19 @@ if TYPE_CHECKING:
     from ginfer.engine.request import Event, TokenLogprob
 
 DEMO_PACKAGE = Path(__file__).parents[1] / "appliance/demo/qwen3.8-demo-groupwise-int.ginfer"
+BACKEND = os.environ.get("GINFER_TEST_BACKEND", "cpu")
+GPU_KV_CAPACITY = 65_536  # engines share the GPU; automatic capacity would take it all
 _ids = count()
 
 
 def open_demo(
     clock: Callable[[], float] = time.monotonic, *, ahead: bool = False, **options: Any
 ) -> Engine:
-    """An engine on the CPU image with two threads. ahead: its rounds run one ahead of what is read,
-    as on a GPU."""
-    options = {"backend": "cpu", "threads": 2, "package": DEMO_PACKAGE, **options}
+    """An engine on the image of --backend, two threads on the CPU. ahead: there its rounds run one
+    ahead of what is read, as on a GPU."""
+    options = {"backend": BACKEND, "threads": 2, "package": DEMO_PACKAGE, **options}
+    if options["backend"] == "cuda":
+        options = {"kv_capacity": GPU_KV_CAPACITY, **options}
     config = EngineConfig(**options)
     with patch.object(CpuBackend, "runs_ahead", ahead):
         return Engine.open(config, clock=clock)
