@@ -8,7 +8,7 @@ and what is computed beside it, changes none of its values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,13 @@ from ginfer.sizes import div_ceil
 from ginfer.spec import PAGE_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _FORGET = 0.9  # weight of an observation after the next one
 _LEAST_SPREAD = 0.25  # of work, relative to its mean: below, one time says nothing of another
+_GROWTH = 0.7  # of the seconds per column that more columns than seen cost at most
+_NEWEST = 0.5  # weight of the last time of a width
+_CHUNKS_KNOWN = 256  # after so many others a width is tried again, whatever disturbed it once
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,15 @@ class ChunkCost:
     """Seconds of a forward: fixed_s + work * work_s, where the work of n tokens behind a history
     is n + pair_share * (pairs of a token and one that it sees).
 
-    pair_share: multiply-adds of attention per pair over those of all matrices per token.
+    pair_share: multiply-adds of attention per pair over those of all matrices per token. seen: by
+    the columns of a chunk, how many tokens it was behind and its seconds. Tiles that do not fill
+    the device make steps, so a width that was seen counts for itself and bounds the others.
     """
 
     fixed_s: float
     work_s: float
     pair_share: float
+    seen: Mapping[int, tuple[int, float]] = field(default_factory=dict)
 
     def work(self, start: int, columns: int) -> float:
         """Work in tokens without attention."""
@@ -79,11 +85,20 @@ class ChunkCost:
 
     def seconds(self, start: int, columns: int) -> float:
         """Predicted time."""
-        return self.fixed_s + self.work_s * self.work(start, columns)
+        if columns in self.seen:
+            at, seconds = self.seen[columns]
+            return seconds + self.work_s * self.pair_share * columns * (start - at)
+        guess = self.fixed_s + self.work_s * self.work(start, columns)
+        fewer = max((n for n in self.seen if n < columns), default=0)
+        more = min((n for n in self.seen if n > columns), default=0)
+        if fewer:
+            least = self.seconds(start, fewer)
+            guess = min(max(guess, least), least * (1 + _GROWTH * (columns / fewer - 1)))
+        return min(guess, self.seconds(start, more)) if more else guess
 
     def columns_within(self, start: int, pause_s: float, most: int) -> int:
         """The largest multiple of 64 columns from `start` on, up to `most`, whose time is at most
-        pause_s; 0 when 64 take longer."""
+        pause_s, as far as more columns take longer; 0 when 64 take longer."""
         low, high = 0, most // PAGE_TOKENS
         while low < high:
             middle = (low + high + 1) // 2
@@ -143,9 +158,31 @@ class ChunkClock:
     def __init__(self, guess: ChunkCost) -> None:
         self.cost = guess
         self._sums = [0.0] * 5  # of 1, x, y, x x, x y; x: work, y: seconds
+        self._count = 0
+        self._times: dict[int, tuple[int, float, int]] = {}  # with the count at that time
 
     def observe(self, pieces: Sequence[Piece], seconds: float) -> None:
         """A forward of these pieces took so long."""
+        if len(pieces) == 1 and pieces[0].num_columns % PAGE_TOKENS == 0:
+            self._note(pieces[0], seconds)
+        fixed_s, work_s = self._fit(pieces, seconds)
+        seen = {n: (start, time) for n, (start, time, _) in self._times.items()}
+        self.cost = ChunkCost(fixed_s, work_s, self.cost.pair_share, seen)
+
+    def _note(self, piece: Piece, seconds: float) -> None:
+        """The time of a width."""
+        self._count += 1
+        start, columns = piece.start, piece.num_columns
+        if columns in self._times:
+            expected = self.cost.seconds(start, columns)
+            seconds = max(expected + _NEWEST * (seconds - expected), 0.0)
+        self._times[columns] = (start, seconds, self._count)
+        old = [n for n, (*_, at) in self._times.items() if at < self._count - _CHUNKS_KNOWN]
+        for n in old:
+            del self._times[n]
+
+    def _fit(self, pieces: Sequence[Piece], seconds: float) -> tuple[float, float]:
+        """(fixed_s, work_s) of all times."""
         cost = self.cost
         x = sum(cost.work(piece.start, piece.num_columns) for piece in pieces)
         new = (1.0, x, seconds, x * x, x * seconds)
@@ -156,8 +193,7 @@ class ChunkClock:
         if variance > (_LEAST_SPREAD * mean_x) ** 2:
             work_s = (mean_xy - mean_x * mean_y) / variance
             work_s = min(max(work_s, 0.0), mean_y / mean_x)
-            fixed_s = mean_y - work_s * mean_x
-        else:  # the same chunk again and again: keep the proportion of the two parts
-            scale = mean_y / max(fixed_s + work_s * mean_x, 1e-9)
-            fixed_s, work_s = fixed_s * scale, work_s * scale
-        self.cost = ChunkCost(fixed_s, work_s, cost.pair_share)
+            return mean_y - work_s * mean_x, work_s
+        # the same chunk again and again: keep the proportion of the two parts
+        scale = mean_y / max(fixed_s + work_s * mean_x, 1e-9)
+        return fixed_s * scale, work_s * scale

@@ -142,3 +142,35 @@ def test_no_observation_makes_a_cost_negative(times):
         assert clock.cost.fixed_s >= -1e-9
         assert clock.cost.work_s >= 0
         assert 0 <= clock.cost.columns_within(start, 0.03, 8192) <= 8192
+
+
+def steps(start, columns):
+    """Seconds of a chunk on a device whose tiles have 128 columns."""
+    return 0.004 + 0.007 * -(-columns // 128) + 0.7e-9 * columns * start
+
+
+def test_widths_that_cost_no_more_than_narrower_ones_are_found():
+    clock = ChunkClock(ChunkCost(0.005, 1e-4, 8e-6))
+    chosen, start = [], 0
+    while start < 65_536:
+        columns = max(clock.cost.columns_within(start, 0.03, 8192), 64)
+        observe(clock, start, columns, steps(start, columns))
+        best = max(n for n in range(64, 1024, 64) if steps(start, n) <= 0.03)
+        chosen.append((columns, best, steps(start, columns)))
+        start += columns
+    late = [seconds for *_, seconds in chosen if seconds > 0.03]
+    assert len(late) <= 0.05 * len(chosen)
+    assert max(late, default=0) < 0.034
+    assert sum(columns == best for columns, best, _ in chosen) > 0.8 * len(chosen)
+
+
+def test_a_width_that_something_disturbed_once_is_tried_again():
+    clock = ChunkClock(TRUE)
+    for columns in (256, 320):
+        observe(clock, 0, columns, TRUE.seconds(0, columns))
+    observe(clock, 0, 320, 1.0)
+    assert clock.cost.columns_within(0, 0.03, 320) < 320
+    for _ in range(300):
+        columns = clock.cost.columns_within(0, 0.03, 320)
+        observe(clock, 0, columns, TRUE.seconds(0, columns))
+    assert clock.cost.columns_within(0, 0.03, 320) == 320
