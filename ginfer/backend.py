@@ -119,7 +119,8 @@ class Speculation(Protocol):
 
     def draft(self, batch: DraftBatch) -> PendingDrafts:
         """Order `num_drafts` drafts for each row, after the token that its lane drew last. They
-        stay with the lane, with what they were drawn from, until its next `draft`."""
+        stay with the lane, with what they were drawn from, until its next `draft`. Behind `accept`
+        and `keep` of a round they need not wait for its values (`DraftBatch.rows`)."""
 
     def accept(self, hidden: Hidden, batch: ForwardBatch, limits: I32) -> PendingAcceptance:
         """Final norm and head of all columns, then per row, from its first column on: choose the

@@ -154,6 +154,8 @@ class DraftBatch:
     index of the anchor, which is the position that the drafter turns it by. temperature: [B]
     float32, 0 takes the best path. seeds: [B] uint64; draft j = 1, 2 .. is drawn with position
     starts + j and purpose DRAFT.
+    rows: [B] int32, or None: behind `accept` of a round, before its values are known, the row of
+    that round; the columns that it used come on top of starts.
     """
 
     lanes: I32
@@ -162,6 +164,7 @@ class DraftBatch:
     temperature: F32
     seeds: NDArray[np.uint64]
     num_drafts: int
+    rows: I32 | None = None
 
     @property
     def num_rows(self) -> int:

@@ -97,6 +97,7 @@ class DrafterPair:
             logits=take(logits, "logits").address,
             tokens=self.tokens.address,
             rings=take(rings, "rings").address,
+            used=self.used.address,
         )
         self.cuda = Drafting(spec, weights, queue=queue, num_sms=num_sms)
         at = self.columns.address
@@ -141,8 +142,9 @@ class DrafterPair:
             self.queue.stream.synchronize()
             self.cpu.tap(np.ascontiguousarray(bf16_to_f32(bits)[:T]), layer)
 
-    def propose(self, lanes, starts, num_drafts, temperature=0.0):
-        """(drafts of the CUDA image, paths of the CPU image, hidden states of both) of rows."""
+    def propose(self, lanes, starts, num_drafts, temperature=0.0, *, used=None):
+        """(drafts of the CUDA image, paths of the CPU image, hidden states of both) of rows. used:
+        columns of each start that only the device knows."""
         d, B, N = self.spec, len(lanes), num_drafts
         tokens = np.zeros(self.tokens.shape, np.uint32)
         tokens[0] = 7 + np.arange(LANES)
@@ -150,13 +152,18 @@ class DrafterPair:
         seeds = np.arange(B).astype(np.uint64) * np.uint64(7)
         heat = np.full(B, temperature, np.float32)
         i32 = lambda a: np.array(a, np.int32)  # noqa: E731
+        rows, known = None, i32(starts)
+        if used is not None:
+            rows, known = i32(lanes), known - i32(used)
+            self.used.write(np.bincount(lanes, used, LANES).astype(np.int32))
         batch = DraftBatch(
             lanes=i32(lanes),
             slots=i32(lanes) + LANES,
-            starts=i32(starts),
+            starts=known,
             temperature=heat,
             seeds=seeds,
             num_drafts=N,
+            rows=rows,
         )
         drafts = self.cuda.draft(batch).read()
         assert (drafts == self.tokens.read()[1 : 1 + N, lanes].T).all()
@@ -168,9 +175,9 @@ class DrafterPair:
         want = self.cpu._view("normed", B * N, d.hidden_size).copy()
         return drafts, paths, got, want
 
-    def check(self, lanes, starts, num_drafts):
+    def check(self, lanes, starts, num_drafts, *, used=None):
         """Compare a greedy draft; returns how many of its tokens were equal."""
-        drafts, paths, got, want = self.propose(lanes, starts, num_drafts)
+        drafts, paths, got, want = self.propose(lanes, starts, num_drafts, used=used)
         HIDDEN.check(got, want, f"{starts} tokens of context")
         assert (drafts >= 0).all()
         return int((drafts == paths.token_ids).sum()), drafts.size

@@ -114,9 +114,10 @@ class CpuSpeculation:
         """Propose drafts for rows of lanes, and keep them."""
         assert self._drafter is not None
         n, lanes = batch.num_drafts, batch.lanes
+        used = 0 if batch.rows is None else self._used[batch.rows]
         anchors = Anchors(
             self._head.tokens[0, lanes],
-            np.array(batch.starts, np.int32),
+            np.array(batch.starts + used, np.int32),
             np.array(batch.temperature, np.float32),
             np.array(batch.seeds, np.uint64),
         )

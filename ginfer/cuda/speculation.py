@@ -161,6 +161,7 @@ class CudaSpeculation:
                 logits=parts.blocks.logits,
                 tokens=parts.selector.tokens,
                 rings=parts.slots.rings.address,
+                used=self._used,
             )
             columns = DecodeColumns(tables["row"], tables["token"])
             self._drafting.allocate(memory, plan, target, columns)

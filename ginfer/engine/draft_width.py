@@ -112,6 +112,7 @@ class DraftWidths:
         """learned, copied: most drafts of the drafter and of a context copy."""
         self._costs, self._learned, self._copied = costs, learned, copied
         self._rows: dict[int, _Row] = {}
+        self.tried: int | None = None  # the request whose drafts in the last plan are a trial
 
     def forget(self, key: int) -> None:
         """The request has ended."""
@@ -127,7 +128,9 @@ class DraftWidths:
         }
         if self._rate(best, gains, offers) < (1 + KEEP) * self._rate(last, gains, offers):
             best = last
-        return self._with_trial(best, gains, offers)
+        plan = self._with_trial(best, gains, offers)
+        self.tried = next((key for key in plan if plan[key] and not best[key]), None)
+        return plan
 
     def record(
         self, offers: Mapping[int, Offer], widths: Mapping[int, int], accepted: Mapping[int, int]

@@ -48,13 +48,14 @@ class Drafting:
         delays: bool,
     ) -> None:
         most = MAX_DRAFTS if limit is None else min(limit, MAX_DRAFTS)
-        self._learned = min(max_drafts, most)
+        self._learned, self._costs = min(max_drafts, most), costs
         self.widths = DraftWidths(costs, learned=self._learned or min(WINDOW, most), copied=most)
         self._frontend, self._stats, self._delays = frontend, stats, delays
         self._close = frontend.token_text(frontend.reasoning_close_ids[-1])[-1]
         self._copies: dict[int, Future[ContextCopy]] = {}
         self._misses: dict[int, int] = {}  # rounds without a match in a row
         self._offers: dict[int, Offer] = {}  # of the last plan
+        self._ahead: tuple[int, ...] = ()  # lanes whose drafts no plan has taken
         self._indexer = ThreadPoolExecutor(1, "ginfer-index")
 
     def close(self) -> None:
@@ -83,7 +84,16 @@ class Drafting:
 
     def plan(self, jobs: Sequence[Job]) -> DraftPlan | None:
         """Drafts of a round over these requests, by the tokens that are known; None when nobody
-        drafts."""
+        drafts. What was drafted ahead and is not in the plan is a loss."""
+        ahead, self._ahead = self._ahead, ()
+        plan = self._timed_plan(jobs)
+        taken = {} if plan is None else dict(zip(plan.lanes, plan.widths))
+        lost = [job.lane for job in jobs if job.lane in ahead and not taken.get(job.lane)]
+        if len(lost) == len(ahead) > 0:
+            self.widths.charge(lost, self._costs.draft_s[len(lost) - 1])
+        return plan
+
+    def _timed_plan(self, jobs: Sequence[Job]) -> DraftPlan | None:
         may = {job.lane: self.widths.may_draft(job.lane, len(jobs)) for job in jobs}
         began = perf_counter()
         plan = self._plan(jobs, may)
@@ -125,6 +135,19 @@ class Drafting:
         if copy or not self._learned:
             return Offer(Origin.COPY, len(copy))
         return Offer(Origin.DRAFTER, max(min(_most_drafts(job), self._learned), 0))
+
+    def ahead(self, ordered: Round) -> tuple[int, ...]:
+        """Lanes whose next drafts are worth ordering before a round is read that verifies: where
+        its drafts are no trial, and the request cannot end at its limit with fewer tokens."""
+        plan = ordered.flight.plan
+        if self._delays or plan is None:
+            return ()
+        self._ahead = tuple(
+            job.lane
+            for job, width, copy in zip(ordered.jobs, plan.widths, plan.copies, strict=True)
+            if width and not copy and job.lane != self.widths.tried and _most_drafts(job) > 0
+        )
+        return self._ahead
 
     # -- results ----------------------------------------------------------------------------------
 

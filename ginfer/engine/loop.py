@@ -359,6 +359,7 @@ class RoundLoop:
             limits = self._drafting.limits(constraints, flight)
             mask = self.grammars.path_mask(constraints, flight)
             self._rank.accept(flight, limits, forced, mask)
+            self._rank.draft_ahead(flight, self._drafting.ahead(ordered))
         self.stats.forward_s += perf_counter() - began
         self._outstanding = ordered
 

@@ -32,13 +32,22 @@ if TYPE_CHECKING:
     from ginfer.spec import ModelSpec
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """Drafts that are ordered, so many of each lane; row i of `pending` belongs to lanes[i]."""
+
+    lanes: tuple[int, ...]
+    num_drafts: int
+    pending: PendingDrafts
+
+
 @dataclass(eq=False)
 class Flight:
     """A forward that is ordered, and its selection once it is drawn. lanes: of the R rows that draw
     tokens. stops, slots: [R] int32, their tokens in K/V and state after it, and where that is.
 
-    plan: of a round that verifies drafts, whose stops are known once it is read; drafted: what the
-    drafter makes of them, one row for each row that copies nothing."""
+    plan: of a round that verifies drafts, whose stops are known once it is read; drafted: those of
+    its lanes that copy nothing, the last order first."""
 
     lanes: tuple[int, ...]
     batch: ForwardBatch
@@ -47,7 +56,7 @@ class Flight:
     hidden: Hidden
     pending: PendingSelection | PendingAcceptance | None = None
     plan: DraftPlan | None = None
-    drafted: PendingDrafts | None = None
+    drafted: tuple[Drafted, ...] = ()
 
     def drafts(self, row: int) -> list[int]:
         """The drafts that a row verifies; waits for those of the drafter."""
@@ -55,9 +64,9 @@ class Flight:
         width, copy = self.plan.widths[row], self.plan.copies[row]
         if copy or not width:
             return copy
-        assert self.drafted is not None
-        at = sum(map(_learns, self.plan.widths[:row], self.plan.copies[:row]))
-        ids: list[int] = self.drafted.read()[at, :width].tolist()
+        lane = self.plan.lanes[row]
+        drafted = next(d for d in self.drafted if lane in d.lanes)
+        ids: list[int] = drafted.pending.read()[drafted.lanes.index(lane), :width].tolist()
         return ids
 
 
@@ -92,6 +101,7 @@ class Rank:
         num_lanes = plan.num_rows
         self._num_lanes = num_lanes
         self._verified: Flight | None = None  # the round that was read last, if it verified
+        self._ahead: Drafted | None = None  # drafts that no round has verified
         per_lane = 2 if self.runs_ahead or plan.max_recorded else 1
         assert plan.num_slots >= per_lane * num_lanes, "a lane lacks its second slot"
         self.frontier = np.zeros(num_lanes, np.int32)
@@ -110,6 +120,8 @@ class Rank:
     def open_lane(self, lane: int, request: Request, sequence: Sequence) -> None:
         """A request enters `lane` with the memory of `sequence`."""
         self._requests[lane], self._sequences[lane] = request, sequence
+        if self._ahead is not None and lane in self._ahead.lanes:
+            self._ahead = None
         self._sampling.assign(lane, request.sampling)
         self._slots[lane] = sequence.slot
         self.set_pages(lane, sequence.pages)
@@ -166,6 +178,7 @@ class Rank:
 
     def decode(self, lanes: tuple[int, ...]) -> Flight:
         """Order a round that feeds the token that every lane drew last, and wants the next one."""
+        self._ahead = None
         rows, ids, indptr, columns = _of_lanes(lanes)
         starts, slots = self._ordered[rows], self._slots[rows]
         partners = self._partners(slots) if self.runs_ahead else slots
@@ -226,21 +239,48 @@ class Rank:
         hidden = self._order(rows, batch, stops)
         return Flight(plan.lanes, batch, stops, batch.state_out, hidden, plan=plan, drafted=drafted)
 
-    def _draft(self, plan: DraftPlan) -> PendingDrafts | None:
-        """Order the drafts of a plan that the drafter makes."""
-        learns = list(map(_learns, plan.widths, plan.copies))
-        if not any(learns):
-            return None
-        assert self.backend.speculation is not None
-        lanes = np.array(plan.lanes, np.int32)[learns]
-        batch = DraftBatch(
-            lanes=lanes,
-            slots=self._slots[lanes],
-            starts=self._ordered[lanes],
-            num_drafts=max(w for w, yes in zip(plan.widths, learns) if yes),
-            **self._sampling.draft(lanes),
+    def draft_ahead(self, flight: Flight, lanes: tuple[int, ...]) -> None:
+        """Order drafts of lanes behind a round that is accepted and not read, as many as it
+        verifies at most. The next round takes what it can use of them."""
+        if lanes:
+            assert flight.plan is not None
+            rows = np.array([flight.lanes.index(lane) for lane in lanes], np.int32)
+            most = max(flight.plan.widths[row] for row in rows)
+            self._ahead = self._order_drafts(lanes, most, flight.batch.starts[rows], rows)
+
+    def _draft(self, plan: DraftPlan) -> tuple[Drafted, ...]:
+        """The drafts of a plan that the drafter makes: those that are there, and the others."""
+        wanted = {
+            lane: width
+            for lane, width, copy in zip(plan.lanes, plan.widths, plan.copies)
+            if width and not copy
+        }
+        known, self._ahead = self._ahead, None
+        missing = tuple(
+            lane
+            for lane, width in wanted.items()
+            if known is None or lane not in known.lanes or width > known.num_drafts
         )
-        return self.backend.speculation.draft(batch)
+        found = () if known is None else (known,)
+        if not missing:
+            return found
+        most = max(wanted[lane] for lane in missing)
+        return (self._order_drafts(missing, most, self._ordered[list(missing)]), *found)
+
+    def _order_drafts(
+        self, lanes: tuple[int, ...], num_drafts: int, starts: I32, rows: I32 | None = None
+    ) -> Drafted:
+        assert self.backend.speculation is not None
+        places = np.array(lanes, np.int32)
+        batch = DraftBatch(
+            lanes=places,
+            slots=self._slots[places],
+            starts=starts,
+            num_drafts=num_drafts,
+            rows=rows,
+            **self._sampling.draft(places),
+        )
+        return Drafted(lanes, num_drafts, self.backend.speculation.draft(batch))
 
     def _partners(self, slots: I32) -> I32:
         """The other slots of lanes."""
@@ -336,11 +376,6 @@ def _of_lanes(lanes: tuple[int, ...]) -> tuple[I32, I32, I32, I32]:
     a backend sees that it has them."""
     rows, indptr = np.array(lanes, np.int32), np.arange(len(lanes) + 1, dtype=np.int32)
     return rows, ~rows, indptr, indptr[:-1]
-
-
-def _learns(width: int, copy: list[int]) -> bool:
-    """Whether the drafter makes the drafts of a row."""
-    return width > 0 and not copy
 
 
 def _positions(prompt: PreparedPrompt, piece: Piece) -> I32:

@@ -118,4 +118,7 @@ def test_drafts_are_those_of_the_cpu_image(image, stream, device, weights):
         pair.cuda._graphs = graphs
         assert (eager == drafts).all()
         assert (again == hidden).all()
+        behind, _, own, _ = pair.propose([2, 0], [at, at], 7, temperature, used=[3, 1])
+        assert (behind == drafts).all()
+        assert (own == hidden).all()
     pair.close()

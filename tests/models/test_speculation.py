@@ -283,3 +283,27 @@ def test_rounds_that_run_ahead_give_way_to_drafts(plain):
         stats = engine.stats()
         assert 0 < stats["spec_rounds"] < stats["decode_rounds"]
         engine.check_integrity()
+
+
+def test_drafts_ordered_before_a_round_is_read_are_those_behind_it(drafting, plain):
+    """What was accepted is not known to the host when they are ordered."""
+    with open_demo(ahead=True, **ROOMY, package=drafted_demo()) as engine:
+        force(engine)
+        speculation, orders = engine._rank.backend.speculation, []
+        draft = speculation.draft
+        speculation.draft = lambda batch: orders.append(batch.rows) or draft(batch)
+        names = QUICK[:3]
+        before = [e.stats() for e in (engine, drafting)]
+        runs = [
+            [submit(e, make_request(ids_prompt(CASES[n]["prompt_ids"]), 60)) for n in names]
+            for e in (engine, drafting, plain)
+        ]
+        for got, same, wanted in zip(*runs):
+            assert values(got.wait()) == values(same.wait()) == values(wanted.wait())
+        after = [e.stats() for e in (engine, drafting)]
+        accepted = [
+            sum(b["accepted"].values()) - sum(a["accepted"].values()) for a, b in zip(before, after)
+        ]
+        assert sum(rows is not None for rows in orders) > 0.8 * len(orders)
+        assert accepted[0] >= 0.9 * accepted[1] > 0, "blocks are only wider where an answer ends"
+        engine.check_integrity()

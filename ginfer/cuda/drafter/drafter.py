@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ginfer.cuda.drafter.anchors import anchors
 from ginfer.cuda.drafter.attention import (
     BlockRows,
     Heads,
@@ -59,9 +60,9 @@ MAX_COLUMNS = 128  # of a block of all rows, and of a decode forward
 class Target:
     """What a drafter uses of its target: embedding and head, number of legal rows of the head;
     addresses of the residual stream [T, C] BF16, of logits [rows of drafts][rows of the head] FP32,
-    of tokens [1 + most drafts][lanes] u32, in whose row 0 lies what each lane drew last, and of the
-    lanes' rings. ids: 0, or of a head over a shortlist the address of the ascending ids of its
-    rows, u32."""
+    of tokens [1 + most drafts][lanes] u32, in whose row 0 lies what each lane drew last, of the
+    lanes' rings, and of how many columns each row of the last acceptance used, i32. ids: 0, or of a
+    head over a shortlist the address of the ascending ids of its rows, u32."""
 
     embedding: Matrix
     head: Matrix
@@ -70,6 +71,7 @@ class Target:
     logits: int
     tokens: int
     rings: int
+    used: int
     ids: int = 0
 
 
@@ -80,7 +82,8 @@ def draft_rows(d: DrafterSpec, lanes: int) -> int:
 
 def _table_words(d: DrafterSpec, lanes: int) -> dict[str, int]:
     return {
-        "positions": lanes,
+        "starts": lanes,
+        "rows": lanes,
         "seeds": 2 * lanes,
         "temperature": lanes,
         "lanes": lanes,
@@ -106,6 +109,7 @@ def buffer_nbytes(d: DrafterSpec, lanes: int) -> dict[str, int]:
         "gate_up": T * d.mlp_width * 4,
         "mlp": T * d.mlp_width * 2,
         "rank": T * d.selector_rank * 4,
+        "positions": align_up(4 * lanes, 256),
         "partials": values,
         "stats": stats,
         "pieces": pieces_nbytes(drafts, d.vocab_size),
@@ -200,7 +204,9 @@ class Drafter:
         d, tables, S = self._d, self._tables, batch.num_drafts + 1
         assert batch.num_rows * S <= MAX_COLUMNS
         tables.begin()
-        tables.fill("positions", batch.starts)
+        tables.fill("starts", batch.starts)
+        rows = tables.words("rows", batch.num_rows)
+        rows[:] = -1 if batch.rows is None else batch.rows
         tables.fill("seeds", batch.seeds.view(np.int32))
         tables.fill("temperature", batch.temperature)
         tables.fill("lanes", batch.lanes)
@@ -213,6 +219,8 @@ class Drafter:
         """Draft for the B rows that `fill` has described."""
         d, at, target, N = self._d, self._at, self._target, num_drafts
         shape = BlockShape(B, N + 1, d.hidden_size, d.conv_group)
+        starts, rows = self._tables["starts"], self._tables["rows"]
+        anchors(self._queue, at["positions"], starts, rows, target.used, B=B)
         e, C = target.embedding, d.hidden_size
         table, ids = (e.address, e.fmt, e.stride), (self._tables["ids"], target.tokens)
         embedding(self._queue, at["hidden"], ids, table=table, shape=(shape.T, C))
@@ -246,7 +254,7 @@ class Drafter:
         d, at, tables = self._d, self._at, self._tables
         self._mix(layer.attention, shape)
         self._linear("qkv", "mixed", layer.qkv, shape.T)
-        rows = BlockRows(shape.B, shape.S, tables["ring"], tables["positions"])
+        rows = BlockRows(shape.B, shape.S, tables["ring"], at["positions"])
         heads = Heads(
             d.num_q_heads, d.num_kv_heads, layer.q_norm, layer.k_norm, self._angles, d.norm_eps
         )
@@ -278,8 +286,7 @@ class Drafter:
         candidates(
             self._queue, at["best"], target.logits, pieces=pieces, ids=target.ids, shape=shape
         )
-        names = ("lanes", "positions", "temperature", "seeds")
-        drawing = Drawing(*(tables[name] for name in names))
+        drawing = Drawing(tables["lanes"], at["positions"], tables["temperature"], tables["seeds"])
         source = (at["best"], at["rank"])
         draft_path(
             self._queue, self.drafted, source, books=self._w.books, drawing=drawing, shape=(B, N)

@@ -88,8 +88,9 @@ def test_drafts_are_those_of_the_cpu_image(queue):
     pair = DrafterPair(TARGET, SPEC, tensors, queue=queue, num_sms=2, max_tokens=512)
     pair.extend_prompt([(1, 0, 2), (0, 0, 1)])
     pair.extend([(1, 2, 4, 3)], on_device=True)
-    equal, total = pair.check([1], [5], 2)
-    assert equal == total
+    for used in (None, [3]):  # known to the host, or to the device alone
+        equal, total = pair.check([1], [5], 2, used=used)
+        assert equal == total
     pair.close()
 
 
