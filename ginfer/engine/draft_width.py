@@ -8,7 +8,6 @@ trials while its width is 0.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,7 +16,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-LOSS = 0.02  # of a request's time that drafts may waste
+    from ginfer.engine.cost_table import RoundCosts
+
+LOSS = 0.015  # of a request's time that drafts may waste
 CREDIT_ROUNDS = 16  # plain rounds that count as time before they have passed
 KEEP = 0.03  # a new plan must promise this much more than the widths of the last round
 TRIAL = 3  # drafts of a trial
@@ -32,34 +33,6 @@ class Origin(StrEnum):
 
     DRAFTER = "drafter"
     COPY = "copy"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CostTable:
-    """Seconds of rounds, measured at start. columns: ascending. plain_round_s: [rows - 1].
-    verify_s: [rows - 1][columns], of rounds that verify. draft_s: [rows - 1], of the drafter for a
-    batch."""
-
-    columns: tuple[int, ...]
-    plain_round_s: tuple[float, ...]
-    verify_s: tuple[tuple[float, ...], ...]
-    draft_s: tuple[float, ...]
-
-    def round_s(self, num_rows: int, num_columns: int, *, drafter: bool) -> float:
-        """Seconds of a round, linear between measured numbers of columns."""
-        if num_columns == num_rows:
-            return self.plain_round_s[num_rows - 1]
-        known, costs = self.columns, self.verify_s[num_rows - 1]
-        i = min(bisect_left(known, num_columns), len(known) - 1)
-        cost = costs[i]
-        if i and num_columns < known[i]:
-            share = (known[i] - num_columns) / (known[i] - known[i - 1])
-            cost += share * (costs[i - 1] - cost)
-        return cost + (self.draft_s[num_rows - 1] if drafter else 0.0)
-
-    def plain_s(self, num_rows: int) -> float:
-        """Seconds of a plain round."""
-        return self.round_s(num_rows, num_rows, drafter=False)
 
 
 @dataclass(frozen=True)
@@ -108,7 +81,7 @@ class DraftWidths:
     """Chooses widths for the rounds of one engine and learns from their results. Pure host code;
     requests are known by keys."""
 
-    def __init__(self, costs: CostTable, *, learned: int, copied: int) -> None:
+    def __init__(self, costs: RoundCosts, *, learned: int, copied: int) -> None:
         """learned, copied: most drafts of the drafter and of a context copy."""
         self._costs, self._learned, self._copied = costs, learned, copied
         self._rows: dict[int, _Row] = {}
@@ -135,7 +108,7 @@ class DraftWidths:
     def record(
         self, offers: Mapping[int, Offer], widths: Mapping[int, int], accepted: Mapping[int, int]
     ) -> None:
-        """What became of a round's drafts; its seconds are those of the cost table."""
+        """What became of a round's drafts; its seconds are those that such rounds take."""
         num_rows, total = len(offers), sum(widths.values())
         plain = self._costs.plain_s(num_rows)
         seconds = self._seconds(widths, offers)
@@ -151,10 +124,11 @@ class DraftWidths:
                 row.full_copies = row.full_copies + 1 if accepted[key] == width else 0
 
     def charge(self, keys: Sequence[int], seconds: float) -> None:
-        """Planning took so long for nothing, while nothing else went on: a loss of requests whose
-        drafts are not worth a round."""
+        """Time went for nothing to these requests' drafts: their planning while nothing else went
+        on, drafts that no round took, rounds that did not run ahead."""
         for key in keys:
-            self._row(key).loss_s += seconds / len(keys)
+            if key in self._rows:
+                self._rows[key].loss_s += seconds / len(keys)
 
     def may_draft(self, key: int, num_rows: int) -> bool:
         """Whether drafts of the request can be in a plan of so many rows at all."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ginfer.engine.context_copy import MAX_DRAFTS, ContextCopy
+from ginfer.engine.cost_table import RoundCosts
 from ginfer.engine.draft_width import DraftWidths, Offer, Origin
 from ginfer.engine.round import DraftPlan
 from ginfer.engine.round_costs import measure_costs
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from ginfer.backend import MemoryPlan
     from ginfer.batch import I32
-    from ginfer.engine.draft_width import CostTable
+    from ginfer.engine.cost_table import CostTable
     from ginfer.engine.grammar import Constraint
     from ginfer.engine.job import Job, Round
     from ginfer.engine.rank import Flight, Rank
@@ -48,14 +49,17 @@ class Drafting:
         delays: bool,
     ) -> None:
         most = MAX_DRAFTS if limit is None else min(limit, MAX_DRAFTS)
-        self._learned, self._costs = min(max_drafts, most), costs
-        self.widths = DraftWidths(costs, learned=self._learned or min(WINDOW, most), copied=most)
+        self._learned, self.costs = min(max_drafts, most), RoundCosts(costs)
+        self.widths = DraftWidths(
+            self.costs, learned=self._learned or min(WINDOW, most), copied=most
+        )
         self._frontend, self._stats, self._delays = frontend, stats, delays
         self._close = frontend.token_text(frontend.reasoning_close_ids[-1])[-1]
         self._copies: dict[int, Future[ContextCopy]] = {}
         self._misses: dict[int, int] = {}  # rounds without a match in a row
         self._offers: dict[int, Offer] = {}  # of the last plan
         self._ahead: tuple[int, ...] = ()  # lanes whose drafts no plan has taken
+        self._read: tuple[float, int, list[int]] | None = None  # time, chunks before, who drafted
         self._indexer = ThreadPoolExecutor(1, "ginfer-index")
 
     def close(self) -> None:
@@ -90,7 +94,7 @@ class Drafting:
         taken = {} if plan is None else dict(zip(plan.lanes, plan.widths))
         lost = [job.lane for job in jobs if job.lane in ahead and not taken.get(job.lane)]
         if len(lost) == len(ahead) > 0:
-            self.widths.charge(lost, self._costs.draft_s[len(lost) - 1])
+            self.widths.charge(lost, self.costs.draft_s(len(lost)))
         return plan
 
     def _timed_plan(self, jobs: Sequence[Job]) -> DraftPlan | None:
@@ -167,6 +171,7 @@ class Drafting:
     def record(self, done: Round, accepted: Sequence[int]) -> None:
         """A decode round was read that accepted so many drafts of each row."""
         plan = done.flight.plan
+        self._time(done)
         lanes = tuple(self._offers)
         given = dict.fromkeys(lanes, 0) if plan is None else dict(zip(plan.lanes, plan.widths))
         taken = dict.fromkeys(lanes, 0) if plan is None else dict(zip(plan.lanes, accepted))
@@ -177,6 +182,24 @@ class Drafting:
             for job, width, count in zip(done.jobs, plan.widths, accepted, strict=True):
                 job.draft_tokens += width
                 job.accepted_tokens += count
+
+    def _time(self, done: Round) -> None:
+        """What a round took since the one before, if that was read and no prompt came between. A
+        plain round behind one that verifies did not run ahead: what it lost so is a loss of those
+        that drafted."""
+        flight, before, now = done.flight, self._read, perf_counter()
+        rows, plan = len(flight.lanes), flight.plan
+        drafted = [] if plan is None else [lane for lane, n in zip(plan.lanes, plan.widths) if n]
+        self._read = (now, done.chunks, drafted)
+        if before is None or before[1] != done.chunks:
+            return
+        seconds = now - before[0]
+        if drafted or not before[2] or self._delays:
+            columns = flight.batch.num_columns
+            self.costs.observe(rows, columns, seconds, drafter=bool(flight.drafted))
+        else:
+            plain = self.costs.plain_s(rows)
+            self.widths.charge(before[2], min(max(seconds - plain, 0.0), plain))
 
 
 def open_drafting(

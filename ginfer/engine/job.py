@@ -68,8 +68,9 @@ class Job:
 
 @dataclass(eq=False)
 class Round:
-    """A unit on its way: row i of its flight belongs to jobs[i]."""
+    """A unit on its way: row i of its flight belongs to jobs[i]. chunks: ordered before it."""
 
     jobs: list[Job]
     flight: Flight
     decodes: bool
+    chunks: int

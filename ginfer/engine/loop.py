@@ -312,7 +312,8 @@ class RoundLoop:
         self.stats.prefill_rounds += 1
         for piece in unit.pieces:
             self._commit_piece(jobs[piece.lane], piece)
-        return Round([jobs[lane] for lane in flight.lanes], flight, decodes=False)
+        drawn, chunks = [jobs[lane] for lane in flight.lanes], self.stats.prefill_rounds
+        return Round(drawn, flight, decodes=False, chunks=chunks)
 
     def _commit_piece(self, job: Job, piece: Piece) -> None:
         """A piece is ordered; behind it the prompt may have ended."""
@@ -331,7 +332,7 @@ class RoundLoop:
         for job, width in zip(jobs, plan.widths if plan else [0] * len(jobs)):
             self._grow(job, self._rank.ordered(job.lane) + 1 + width)
         flight = self._rank.verify(plan) if plan else self._rank.decode(unit.lanes)
-        return Round(jobs, flight, decodes=True)
+        return Round(jobs, flight, decodes=True, chunks=self.stats.prefill_rounds)
 
     def _grow(self, job: Job, num_tokens: int) -> None:
         """Have pages for the first `num_tokens` tokens of a request, within its entitlement."""

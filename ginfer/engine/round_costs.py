@@ -1,8 +1,9 @@
 """Costs of decode rounds, measured before an engine serves: rows, columns, drafts.
 
-Rounds over empty pages, timed from their order to their values; the best of a few counts, and none
-counts more than one of more columns. A round that verifies costs more than a plain one however few
-its drafts are. Between measured ones seconds are linear in the rows of a round and in its columns.
+Rounds over empty pages, timed from their order to their values; the first one does not count, of a
+few more the best, and none counts more than one of more columns or rows. A round that verifies
+costs more than a plain one however few its drafts are. Between measured ones seconds are linear in
+the rows of a round and in its columns.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ginfer.batch import DraftBatch, ForwardBatch, Phase, Purpose, SelectionBatch
-from ginfer.engine.draft_width import CostTable
+from ginfer.engine.cost_table import CostTable
 from ginfer.models import qwen
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8)
 WIDTHS = (2, 4, 16)  # columns of a row that verifies
-REPEATS, ENOUGH_S = 3, 0.3  # a round that was measured for so long is not repeated
+REPEATS, ENOUGH_S = 3, 0.3  # a round that took so long is measured twice
 _START = 32  # tokens before the measured ones
 
 
@@ -33,7 +34,7 @@ def measure_costs(spec: ModelSpec, backend: Backend, plan: MemoryPlan) -> CostTa
     slots and counts is overwritten or cleared by who gets them."""
     probe = _Probe(spec, backend, plan)
     rows = sorted({min(B, plan.num_rows) for B in (*ROWS, plan.num_rows)})
-    plain = {B: probe.round_s(B, 1) for B in rows}
+    plain = _rising({B: probe.round_s(B, 1) for B in rows})
     verify = {
         B: _down_to(
             B + 1,
@@ -42,7 +43,7 @@ def measure_costs(spec: ModelSpec, backend: Backend, plan: MemoryPlan) -> CostTa
         )
         for B in rows
     }
-    draft = {B: probe.draft_s(B) for B in rows}
+    draft = _rising({B: probe.draft_s(B) for B in rows})
     columns = tuple(sorted({n for costs in verify.values() for n in costs}))
     known = {
         B: np.interp(columns, list(costs), list(costs.values())) for B, costs in verify.items()
@@ -151,7 +152,7 @@ class _Probe:
 
 
 def _rising(costs: dict[int, float]) -> dict[int, float]:
-    """No cost above that of more columns: what disturbs a measurement only adds to it."""
+    """No cost above that of more: what disturbs a measurement only adds to it."""
     least = np.minimum.accumulate(list(costs.values())[::-1])[::-1]
     return dict(zip(costs, least.tolist()))
 
@@ -159,8 +160,8 @@ def _rising(costs: dict[int, float]) -> dict[int, float]:
 def _best(round_: Callable[[], object]) -> float:
     """Seconds of the quickest of a few."""
     times: list[float] = []
-    while len(times) < REPEATS and sum(times) < ENOUGH_S:
+    while len(times) <= REPEATS and (len(times) < 3 or sum(times) < ENOUGH_S):
         began = perf_counter()
         round_()
         times.append(perf_counter() - began)
-    return min(times)
+    return min(times[1:])

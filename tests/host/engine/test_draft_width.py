@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 
+from ginfer.engine.cost_table import CostTable, RoundCosts
 from ginfer.engine.draft_width import (
     LOSS,
     MAX_COLUMNS,
     Acceptance,
-    CostTable,
     DraftWidths,
     Offer,
     Origin,
@@ -36,9 +36,11 @@ def cost_table(per_column=0.01, draft=0.2, rows=8):
 class Simulation:
     """Rounds of requests whose drafts are accepted with given probabilities."""
 
-    def __init__(self, costs, seed=0, learned=7):
+    def __init__(self, costs, seed=0, learned=7, believed=None):
+        """believed: the costs that were measured at start, where they are wrong."""
         self.costs, self.random = costs, random.Random(seed)
-        self.widths = DraftWidths(costs, learned=learned, copied=15)
+        self.known = RoundCosts(believed or costs)
+        self.widths = DraftWidths(self.known, learned=learned, copied=15)
         self.learned, self.seconds, self.tokens, self.plain = learned, 0.0, 0, 0.0
         self.history = []
 
@@ -56,7 +58,9 @@ class Simulation:
             self.widths.record(offers, plan, accepted)
             columns = len(rates) + sum(plan.values())
             drafter = origin is Origin.DRAFTER and columns > len(rates)
-            self.seconds += self.costs.round_s(len(rates), columns, drafter=drafter)
+            seconds = self.costs.round_s(len(rates), columns, drafter=drafter)
+            self.known.observe(len(rates), columns, seconds, drafter=drafter)
+            self.seconds += seconds
             for k in rates:
                 done[k] += accepted[k] + 1
             self.history.append(plan)
@@ -91,6 +95,18 @@ def test_one_request_comes_near_the_best_fixed_width(rate, costs):
     s.rounds({0: rate}, 6000)
     best = max(fixed(costs, rate, width) for width in range(8))
     assert s.tokens / s.seconds >= 0.95 * best
+    assert s.seconds <= 1.03 * s.plain
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_wrong_costs_are_corrected_by_what_rounds_take(rate, factor):
+    costs = cost_table(0.1, 0.3)
+    wrong = cost_table(0.1 * factor, 0.3 * factor)
+    s = Simulation(costs, seed=5, believed=wrong)
+    s.rounds({0: rate}, 6000)
+    best = max(fixed(costs, rate, width) for width in range(8))
+    assert s.tokens / s.seconds >= 0.93 * best
     assert s.seconds <= 1.03 * s.plain
 
 
@@ -144,13 +160,6 @@ def test_a_copy_grows_beyond_the_learned_window_after_two_full_ones():
     assert s.tokens / s.seconds > 10
     s.rounds({0: 0.0}, 1, origin=Origin.COPY)
     assert s.widths.copy_limit(0) == 7
-
-
-def test_costs_between_measured_columns_are_linear_and_beyond_them_the_last():
-    costs = CostTable(columns=(1, 3), plain_round_s=(1.0,), verify_s=((1.0, 2.0),), draft_s=(0.5,))
-    assert costs.round_s(1, 2, drafter=False) == 1.5
-    assert costs.round_s(1, 3, drafter=True) == 2.5
-    assert costs.round_s(1, 9, drafter=False) == 2.0
 
 
 def test_acceptance_of_a_place_counts_only_rounds_that_reached_it():

@@ -1,0 +1,86 @@
+"""What decode rounds cost: seconds measured at start, corrected by the rounds of the service."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from dataclasses import dataclass
+
+RATE = 1 / 16  # of a new measurement against what is known
+STEP = 1.5  # an outlier moves an estimate as if it were at most this factor away
+MOST = 8.0  # bound of a correction, and of its inverse
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    """Seconds of rounds, measured at start. columns: ascending. plain_round_s: [rows - 1].
+    verify_s: [rows - 1][columns], of rounds that verify. draft_s: [rows - 1], of the drafter for a
+    batch."""
+
+    columns: tuple[int, ...]
+    plain_round_s: tuple[float, ...]
+    verify_s: tuple[tuple[float, ...], ...]
+    draft_s: tuple[float, ...]
+
+    def round_s(self, num_rows: int, num_columns: int, *, drafter: bool) -> float:
+        """Seconds of a round, linear between measured numbers of columns."""
+        if num_columns == num_rows:
+            return self.plain_round_s[num_rows - 1]
+        known, costs = self.columns, self.verify_s[num_rows - 1]
+        i = min(bisect_left(known, num_columns), len(known) - 1)
+        cost = costs[i]
+        if i and num_columns < known[i]:
+            share = (known[i] - num_columns) / (known[i] - known[i - 1])
+            cost += share * (costs[i - 1] - cost)
+        return cost + (self.draft_s[num_rows - 1] if drafter else 0.0)
+
+    def plain_s(self, num_rows: int) -> float:
+        """Seconds of a plain round."""
+        return self.round_s(num_rows, num_rows, drafter=False)
+
+
+class _Factor:
+    """Exponential mean of ratios, which starts at 1 and trusts the first ones more."""
+
+    def __init__(self) -> None:
+        self.value, self._count = 1.0, 0
+
+    def observe(self, ratio: float) -> None:
+        """Take a ratio into the mean."""
+        known = self.value
+        ratio = min(max(ratio, known / STEP), known * STEP)
+        self._count += 1
+        known += max(RATE, 1 / (1 + self._count)) * (ratio - known)
+        self.value = min(max(known, 1 / MOST), MOST)
+
+
+class RoundCosts:
+    """A table, and how far rounds of so many rows are from it: all of them, which contexts make
+    longer, and beside that those that verify, with the drafter and without."""
+
+    def __init__(self, table: CostTable) -> None:
+        self._table = table
+        self._rows: defaultdict[int, _Factor] = defaultdict(_Factor)
+        self._verify: defaultdict[tuple[int, bool], _Factor] = defaultdict(_Factor)
+
+    def observe(self, num_rows: int, num_columns: int, seconds: float, *, drafter: bool) -> None:
+        """A round took so long."""
+        plain = num_columns == num_rows
+        factor = self._rows[num_rows] if plain else self._verify[num_rows, drafter]
+        expected = self.round_s(num_rows, num_columns, drafter=drafter) / factor.value
+        factor.observe(seconds / expected)
+
+    def round_s(self, num_rows: int, num_columns: int, *, drafter: bool) -> float:
+        """Seconds of a round."""
+        seconds = self._table.round_s(num_rows, num_columns, drafter=drafter)
+        if num_columns > num_rows:
+            seconds *= self._verify[num_rows, drafter].value
+        return seconds * self._rows[num_rows].value
+
+    def plain_s(self, num_rows: int) -> float:
+        """Seconds of a plain round."""
+        return self.round_s(num_rows, num_rows, drafter=False)
+
+    def draft_s(self, num_rows: int) -> float:
+        """Seconds of the drafter alone."""
+        return self._table.draft_s[num_rows - 1] * self._rows[num_rows].value
