@@ -154,6 +154,7 @@ bulk_stream_to_shared = ptx_op(  # read once: first out of L2
     "",
     "rlrr",
 )
+bulk_prefetch = ptx_op("cp.async.bulk.prefetch.L2.global [$0], $1;", "", "lr")
 tensor_copy_2d_to_shared = ptx_op(  # (shared, tensor map, column, row, barrier)
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
     "[$0], [$1, {$2, $3}], [$4];",
@@ -179,6 +180,13 @@ let_next_kernel_start = ptx_op("griddepcontrol.launch_dependents;")
 # Device- and system-scope flags.
 atomic_inc_u32 = ptx_op("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "lr")  # wraps to 0
 ld_acquire_u32 = ptx_op("ld.acquire.gpu.global.u32 $0, [$1];", "r", "l")
+wait_for_other_half = ptx_op(  # while a counter is on side $2 (0: below, 1: not below) of $1
+    "{ .reg .pred p, q; .reg .u32 v, n; mov.u32 n, 0; WAIT: ld.acquire.gpu.global.u32 v, [$0]; "
+    "add.u32 n, n, 1; setp.eq.u32 q, n, 0x2000000; @q trap; "  # half a minute: it will never come
+    "setp.ge.u32 p, v, $1; selp.u32 v, 1, 0, p; setp.eq.u32 p, v, $2; @p bra WAIT; }",
+    "",
+    "lrr",
+)
 st_release_system_u32 = ptx_op("st.release.sys.global.u32 [$0], $1;", "", "lr")
 ld_acquire_system_u32 = ptx_op("ld.acquire.sys.global.u32 $0, [$1];", "r", "l")
 

@@ -259,6 +259,10 @@ def _mbarrier_wait(at, phase):
     yield "until", lambda: machine.barriers["m", at][3] != phase
 
 
+def _wait_for_other_half(at, half, side):
+    yield "until", lambda: (machine.load(at, _U32) >= half) != side
+
+
 def _bulk_copy(to, source, nbytes, barrier):
     machine.where(source, 1), machine.where(source + nbytes - 1, 1)
     machine.shared(to, 16), machine.shared(to + nbytes - 16, 16)
@@ -370,6 +374,8 @@ _OTHERS = {
     "mbarrier_arrive_if": lambda at, arrives: _mbarrier_change(at, int(arrives), 0),
     "mbarrier_wait": _mbarrier_wait,
     "bulk_copy_to_shared": _bulk_copy,
+    "bulk_prefetch": lambda at, nbytes: (machine.where(at, 16), machine.where(at + nbytes - 1, 1)),
+    "wait_for_other_half": _wait_for_other_half,
     "bulk_stream_to_shared": _bulk_copy,
 }
 _NOTHING_TO_DO = (

@@ -121,17 +121,20 @@ def emulated(module):
     return _loaded[module]
 
 
-def launch(item, grid, arguments):
-    """Run a kernel of an emulated module; addresses lie in the ranges of `machine.arrays`."""
+def launch(item, grid, arguments, *, together=False):
+    """Run a kernel of an emulated module; addresses lie in the ranges of `machine.arrays`.
+    together: its blocks wait for each other."""
     build = emulated(item.module).__dict__[item.builder_name].__wrapped__(*item.arguments)
     values = [TYPES[t](v) for t, v in zip(item.signature, arguments, strict=True)]
-    machine.run(build.function, grid, build.threads, build.shared_nbytes, values)
+    size = (build.threads, build.shared_nbytes)
+    machine.run(build.function, grid, *size, values, together=together)
 
 
-def run(item, grid, *arguments):
+def run(item, grid, *arguments, together=False):
     """Run a kernel on arrays, which become addresses; numbers stay."""
     machine.arrays = []
-    launch(item, grid, [machine.own(a) if isinstance(a, np.ndarray) else a for a in arguments])
+    values = [machine.own(a) if isinstance(a, np.ndarray) else a for a in arguments]
+    launch(item, grid, values, together=together)
 
 
 class Emulator:

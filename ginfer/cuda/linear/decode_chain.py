@@ -1,0 +1,220 @@
+"""The linears between two mixers for up to 8 rows in one kernel: output, gate and up, down, inner.
+
+    hidden += mixed W0^T; mlp = silu_up(norm(hidden) W1^T); hidden += mlp W2^T;
+    inner = norm(hidden) W3^T
+
+The numbers of `decode` and `decode_few`, from the same items. Between phases the thread blocks, one
+per multiprocessor, meet; only the producer does not: it fills the ring with weights of the next
+phase while the last results, the meeting and the next tokens are under way.
+
+All blocks are resident whatever else runs: no kernel in front of this one waits for it, and the one
+behind it starts when every block here has begun.
+
+Legend: T tokens, C columns of hidden; phase p has matrix Wp.
+"""
+
+from __future__ import annotations
+
+from numba import cuda, float32, int64, uint32
+
+from ginfer.cuda.lib.ptx import (
+    fence_async_proxy,
+    first_lane_u32,
+    let_next_kernel_start,
+    mbarrier_init,
+    named_barrier,
+    shared_address,
+    wait_for_previous_kernel,
+)
+from ginfer.cuda.linear.decode_beside import row_tiles
+from ginfer.cuda.linear.decode_chain_parts import (
+    CONSUMERS,
+    GATE_UP,
+    INNER,
+    MEET,
+    WARPS,
+    chain_products,
+    chain_stream,
+    fetch_ahead,
+    meet_blocks,
+    of_phase,
+    phase_items,
+    row_copy,
+)
+from ginfer.cuda.linear.decode_results import (
+    item_locator,
+    result_writer,
+    room_nbytes,
+    slice_exchange,
+)
+from ginfer.cuda.linear.decode_tokens import (
+    NUM_FACTORS,
+    NUM_SUMS,
+    lane_tokens,
+    row_factors,
+    row_norm,
+)
+from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.runtime.jit import Build, kernel
+
+AT_ONCE = 4  # rows whose loads are under way together
+SHARED_NBYTES = 222 << 10  # of tokens and the ring
+
+
+@kernel(*(int64,) * 16, *(uint32,) * 19, float32)
+def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignore[no-untyped-def]
+    """Arguments mixed, hidden, mlp, inner, workspace, counters, arrivals, w0 to w3, factors of the
+    norms of phases 1 and 3, other_w, other_y, ahead; p, last, T; k tiles of mixed, hidden, mlp; C,
+    rows of W1 and W3, splits 0 to 3 (whole + slices * 65536), other_N, other_slices, others, depth,
+    tokens_nbytes, ahead_nbytes; eps.
+
+    Phases p to last - 1. mixed, mlp: in fragment order; hidden, inner: rows. arrivals: a u32 that
+    begins at zero and is nobody else's. Of phase 3 the last `others` blocks take the rows of
+    other_w [other_N, C] BF16 instead, to other_y [T, other_N] FP32. The ring has `depth` stages of
+    `span` k tiles, at most `stages`, behind tokens_nbytes. ahead: what to bring to L2 at the end.
+    """
+    words, empty, room_words = 2 * stages, 8 * stages, room_nbytes(1, 1, CONSUMERS) // 4
+    threads = CONSUMERS + 32
+    stream, consume = chain_stream(fmt, span, stages), chain_products(fmt, span, stages)
+    locate, exchange_slices = item_locator(1), slice_exchange(4, CONSUMERS)
+    write, copy_rows = result_writer(1, 1, CONSUMERS), row_copy(AT_ONCE)
+    norm_rows, beside = row_norm(1, MEET, AT_ONCE), row_tiles(WARPS, MEET)
+    add, silu_up, store = int(Epilogue.ADD_BF16), int(Epilogue.SILU_UP), int(Epilogue.STORE_BF16)
+    meet = MEET
+
+    @cuda.jit(device=True, inline="always")
+    def work(c, p, s, phase, buffers, scratch, sizes, places, T, depth, me):
+        """The items of a phase; returns the stage of the ring behind them and its phase."""
+        ring, barrier, flag, room, base = places
+        workspace, counters = scratch
+        thread, warp, lane = me
+        k_tiles, N, blocks, whole, slices, sliced, items, item, step = phase_items(p, sizes)
+        mixed, hidden, mlp, inner = buffers
+        y, epilogue = of_phase(p, (hidden, mlp, hidden, inner)), uint32(add)
+        if p == uint32(GATE_UP):
+            epilogue = uint32(silu_up)
+        if p == uint32(INNER):
+            epilogue = uint32(store)
+        x = of_phase(p, (mixed, hidden, mlp, hidden))
+        while item < items:
+            block, end, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
+            if p & uint32(1):
+                tokens = lane_tokens(base, T, uint32(k_tiles * uint32(64)), lane)
+                tokens = uint32(tokens + first * uint32(128))
+            else:
+                named_barrier(uint32(meet), uint32(CONSUMERS))
+                copy_rows(base, x, first, left, T, thread)
+                named_barrier(uint32(meet), uint32(CONSUMERS))
+                tokens = lane_tokens(base, T, uint32(left * uint32(64)), lane)
+            s, phase = consume(c, ring, barrier, s, phase, left, depth, warp, lane, tokens)
+            complete = item >= sliced
+            if not complete:
+                complete = exchange_slices(
+                    c, workspace, counters, item, slices, thread, flag, uint32(meet)
+                )
+            if complete:
+                first_row = uint32(block * uint32(128) + warp * uint32(16))
+                end_row = uint32(end * uint32(128))
+                write(c, y, first_row, end_row, warp, lane, room, T, N, epilogue, uint32(meet))
+            item = uint32(item + step)
+        return s, phase
+
+    @cuda.jit(fastmath=True, launch_bounds=(threads, 1))
+    def linear_decode_chain(
+        mixed,
+        hidden,
+        mlp,
+        inner,
+        workspace,
+        counters,
+        arrivals,
+        w0,
+        w1,
+        w2,
+        w3,
+        factors1,
+        factors3,
+        other_w,
+        other_y,
+        ahead,
+        p,
+        last,
+        T,
+        mixed_tiles,
+        hidden_tiles,
+        mlp_tiles,
+        C,
+        N1,
+        N3,
+        split0,
+        split1,
+        split2,
+        split3,
+        other_N,
+        other_slices,
+        others,
+        depth,
+        tokens_nbytes,
+        ahead_nbytes,
+        eps,
+    ):
+        barrier = shared_address(cuda.shared.array(words, int64))
+        flag = shared_address(cuda.shared.array(4, uint32))
+        squares = shared_address(cuda.shared.array(NUM_SUMS, float32))
+        room = shared_address(cuda.shared.array(room_words, uint32))
+        base = uint32((shared_address(cuda.shared.array(0, uint32)) + 127) & uint32(0xFFFFFF80))
+        ring = uint32(base + tokens_nbytes)
+        thread = uint32(cuda.threadIdx.x)
+        warp, lane = first_lane_u32(uint32(thread >> uint32(5))), uint32(thread & uint32(31))
+        if thread == 0:
+            for s in range(stages):
+                mbarrier_init(uint32(barrier + uint32(s * 8)), uint32(1))
+                mbarrier_init(uint32(barrier + uint32(empty + s * 8)), uint32(WARPS))
+            fence_async_proxy()
+        cuda.syncthreads()
+        let_next_kernel_start()
+        tiles = (mixed_tiles, hidden_tiles, mlp_tiles, hidden_tiles)
+        sizes = (tiles, (C, N1, C, N3), (split0, split1, split2, split3), others)
+        if warp == uint32(WARPS):
+            if lane == 0:
+                stream(p, last, (w0, w1, w2, w3), sizes, ring, barrier, depth)
+                fetch_ahead(ahead, ahead_nbytes)
+        else:
+            f, c = cuda.local.array(NUM_FACTORS, float32), cuda.local.array(4, float32)
+            stage, phase, begun = uint32(0), uint32(0), p
+            places, me = (ring, barrier, flag, room, base), (thread, warp, lane)
+            buffers, scratch = (mixed, hidden, mlp, inner), (workspace, counters)
+            while p < last:
+                factors = of_phase(p, (int64(0), factors1, int64(0), factors3))
+                for i in range(NUM_FACTORS):
+                    f[i] = float32(0.0)  # or what no phase needs stays in registers
+                if p == begun:
+                    if factors != 0:
+                        row_factors(f, factors, C, thread)
+                    wait_for_previous_kernel()
+                else:
+                    meet_blocks(arrivals, f, factors, C, thread)
+                if factors != 0:
+                    norm_rows(base, squares, hidden, f, int64(0), T, C, eps, thread)
+                    named_barrier(uint32(meet), uint32(CONSUMERS))
+                stage, phase = work(
+                    c, p, stage, phase, buffers, scratch, sizes, places, T, depth, me
+                )
+                p = uint32(p + uint32(1))
+            if last > uint32(INNER) and uint32(cuda.blockIdx.x + others) >= uint32(cuda.gridDim.x):
+                share = uint32(cuda.blockIdx.x + others - uint32(cuda.gridDim.x))
+                tokens = lane_tokens(base, T, C, lane)
+                beside(
+                    other_w,
+                    other_y,
+                    tokens,
+                    ring,
+                    (share, others),
+                    hidden_tiles,
+                    other_slices,
+                    T,
+                    other_N,
+                    thread,
+                )
+
+    return Build(linear_decode_chain, threads, SHARED_NBYTES + 128)
