@@ -32,14 +32,16 @@ from ginfer.cuda.linear.decode_chain_parts import (
     GATE_UP,
     INNER,
     MEET,
+    NUM_SUMS,
     WARPS,
     chain_products,
     chain_stream,
+    copy_tokens,
     fetch_ahead,
     meet_blocks,
     of_phase,
     phase_items,
-    row_copy,
+    resident_norm,
 )
 from ginfer.cuda.linear.decode_results import (
     item_locator,
@@ -49,15 +51,13 @@ from ginfer.cuda.linear.decode_results import (
 )
 from ginfer.cuda.linear.decode_tokens import (
     NUM_FACTORS,
-    NUM_SUMS,
     lane_tokens,
     row_factors,
-    row_norm,
 )
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.runtime.jit import Build, kernel
 
-AT_ONCE = 4  # rows whose loads are under way together
+AT_ONCE = 4  # rows whose squares are added side by side
 SHARED_NBYTES = 222 << 10  # of tokens and the ring
 
 
@@ -77,8 +77,8 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
     threads = CONSUMERS + 32
     stream, consume = chain_stream(fmt, span, stages), chain_products(fmt, span, stages)
     locate, exchange_slices = item_locator(1), slice_exchange(4, CONSUMERS)
-    write, copy_rows = result_writer(1, 1, CONSUMERS), row_copy(AT_ONCE)
-    norm_rows, beside = row_norm(1, MEET, AT_ONCE), row_tiles(WARPS, MEET)
+    write = result_writer(1, 1, CONSUMERS)
+    norm_rows, beside = resident_norm(AT_ONCE), row_tiles(WARPS, MEET)
     add, silu_up, store = int(Epilogue.ADD_BF16), int(Epilogue.SILU_UP), int(Epilogue.STORE_BF16)
     meet = MEET
 
@@ -103,7 +103,7 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
                 tokens = uint32(tokens + first * uint32(128))
             else:
                 named_barrier(uint32(meet), uint32(CONSUMERS))
-                copy_rows(base, x, first, left, T, thread)
+                copy_tokens(base, x, (int64(16), int64(128)), first, left, T, thread)
                 named_barrier(uint32(meet), uint32(CONSUMERS))
                 tokens = lane_tokens(base, T, uint32(left * uint32(64)), lane)
             s, phase = consume(c, ring, barrier, s, phase, left, depth, warp, lane, tokens)
@@ -182,7 +182,7 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
         else:
             f, c = cuda.local.array(NUM_FACTORS, float32), cuda.local.array(4, float32)
             stage, phase, begun = uint32(0), uint32(0), p
-            places, me = (ring, barrier, flag, room, base), (thread, warp, lane)
+            rooms, me = (ring, barrier, flag, room, base), (thread, warp, lane)
             buffers, scratch = (mixed, hidden, mlp, inner), (workspace, counters)
             while p < last:
                 factors = of_phase(p, (int64(0), factors1, int64(0), factors3))
@@ -195,10 +195,12 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
                 else:
                     meet_blocks(arrivals, f, factors, C, thread)
                 if factors != 0:
-                    norm_rows(base, squares, hidden, f, int64(0), T, C, eps, thread)
+                    places = (int64(C) * 2, int64(16))
+                    copy_tokens(base, hidden, places, uint32(0), hidden_tiles, T, thread)
+                    norm_rows(base, squares, f, T, C, eps, thread)
                     named_barrier(uint32(meet), uint32(CONSUMERS))
                 stage, phase = work(
-                    c, p, stage, phase, buffers, scratch, sizes, places, T, depth, me
+                    c, p, stage, phase, buffers, scratch, sizes, rooms, T, depth, me
                 )
                 p = uint32(p + uint32(1))
             if last > uint32(INNER) and uint32(cuda.blockIdx.x + others) >= uint32(cuda.gridDim.x):

@@ -10,28 +10,36 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint32
 
+from ginfer.cuda.lib.numeric import high_f32, low_f32, warp_sum
 from ginfer.cuda.lib.ptx import (
     atomic_inc_u32,
     bulk_copy_to_shared,
     bulk_prefetch,
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait_0,
     first_lane_u32,
-    ld_global_u32x4,
+    ld_shared_f32,
+    ld_shared_u32x4,
     mbarrier_arrive_if,
     mbarrier_expect_bytes,
     mbarrier_wait,
     named_barrier,
+    st_shared_f32,
     st_shared_u32x4,
     wait_for_other_half,
 )
 from ginfer.cuda.linear.decode_multiply import by_mma
-from ginfer.cuda.linear.decode_results import X_TILE, item_locator
+from ginfer.cuda.linear.decode_results import item_locator
 from ginfer.cuda.linear.decode_tokens import row_factors
 from ginfer.cuda.linear.unpack import UNPACK
+from ginfer.cuda.norm import HELD, THREADS, add_squares, inverse_rms, normed_pair
 
 GATE_UP, INNER, PHASES = 1, 3, 4  # phases that norm are odd
 WARPS, MEET = 8, 1  # consumers, 16 rows each, and the named barrier where they meet
 CONSUMERS = 32 * WARPS
-COPIED = 3  # groups of eight columns of a thread
+COPIED = HELD  # groups of eight columns of a thread
+NUM_SUMS = WARPS * WARPS + WARPS  # of up to eight rows, and what follows from them
 MOST_TILES = COPIED * CONSUMERS // 8  # k tiles of an item whose tokens are copied
 PREFETCH_NBYTES = 8192
 
@@ -150,37 +158,91 @@ def chain_products(fmt: str, span: int, stages: int) -> Any:
     return consume
 
 
-def row_copy(at_once: int) -> Any:
-    """Device function of all consumers: k tiles first .. first + count - 1 of T tokens x in
-    fragment order to rows at `tokens`, at_once of them under way together."""
-    num_held = at_once * COPIED * 4
+@cuda.jit(device=True, inline="always")
+def copy_tokens(tokens, x, places, first, count, T, thread):
+    """k tiles first .. first + count - 1 of T tokens x, to rows at `tokens`, all of them under way
+    together; waits for those of this thread. places: bytes between tokens of x, and between groups
+    of eight columns."""
+    between_tokens, between_groups = places
+    groups = uint32(count * uint32(8))
+    source, stride = (
+        x + int64(first) * 8 * between_groups,
+        uint32((groups + uint32(1)) << uint32(4)),
+    )
+    for t in range(T):
+        for i in range(COPIED):
+            g = uint32(thread + uint32(i * CONSUMERS))
+            if g < groups:
+                at = source + int64(t) * between_tokens + int64(g) * between_groups
+                cp_async_16(uint32(tokens + uint32(t) * stride + g * uint32(16)), at)
+    cp_async_commit()
+    cp_async_wait_0()
+
+
+def resident_norm(at_once: int) -> Any:
+    """Device function norm(tokens, sums, f, T, C, eps, thread) of all consumers: rows that
+    `copy_tokens` has brought to `tokens`, in place, at_once side by side. f: `row_factors`. The
+    numbers are those of `ginfer.cuda.norm`."""
+    words = 4 * COPIED
 
     @cuda.jit(device=True, inline="always")
-    def copy(tokens, x, first, count, T, thread):
-        held, done = cuda.local.array(num_held, uint32), uint32(0)
-        columns = uint32(count * uint32(8))
-        while done < T:
-            for b in range(at_once):
-                t = uint32(done + uint32(b))
-                for i in range(COPIED):
-                    c = uint32(thread + uint32(i * CONSUMERS))
-                    if t < T and c < columns:
-                        q = ld_global_u32x4(
-                            x + int64(first) * X_TILE + int64(c) * 128 + int64(t) * 16
-                        )
-                        for j in range(4):
-                            held[(b * COPIED + i) * 4 + j] = q[j]
-            for b in range(at_once):
-                t = uint32(done + uint32(b))
-                for i in range(COPIED):
-                    c = uint32(thread + uint32(i * CONSUMERS))
-                    if t < T and c < columns:
-                        to = uint32(tokens + t * (columns * uint32(16) + uint32(16)))
-                        to, p = uint32(to + c * uint32(16)), (b * COPIED + i) * 4
-                        st_shared_u32x4(to, held[p], held[p + 1], held[p + 2], held[p + 3])
-            done = uint32(done + uint32(at_once))
+    def load(held, row, C, thread):
+        for i in range(COPIED):
+            c = uint32((thread + uint32(i * THREADS)) * uint32(8))
+            if c < C:
+                q = ld_shared_u32x4(uint32(row + c * uint32(2)))
+                for j in range(4):
+                    held[i * 4 + j] = q[j]
 
-    return copy
+    @cuda.jit(device=True, inline="always")
+    def publish(sums, row, t, C, thread):
+        held, total = cuda.local.array(words, uint32), float32(0.0)
+        load(held, row, C, thread)
+        for i in range(COPIED):
+            if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
+                total = add_squares(total, held, i * 4)
+        total = warp_sum(total)
+        if thread & uint32(31) == 0:
+            at = uint32(t * uint32(WARPS) + (thread >> uint32(5)))
+            st_shared_f32(uint32(sums + at * uint32(4)), total)
+
+    @cuda.jit(device=True, inline="always")
+    def finish(row, inv, f, C, thread):
+        held, pairs = cuda.local.array(words, uint32), cuda.local.array(4, uint32)
+        load(held, row, C, thread)
+        for i in range(COPIED):
+            c = uint32((thread + uint32(i * THREADS)) * uint32(8))
+            if c < C:
+                for j in range(4):
+                    word, k = held[i * 4 + j], 8 * i + 2 * j
+                    pairs[j] = normed_pair(low_f32(word), high_f32(word), inv, f[k], f[k + 1])
+                st_shared_u32x4(uint32(row + c * uint32(2)), pairs[0], pairs[1], pairs[2], pairs[3])
+
+    @cuda.jit(device=True, inline="always")
+    def norm(tokens, sums, f, T, C, eps, thread):
+        stride, first = uint32(C * uint32(2) + uint32(16)), uint32(0)
+        while first < T:
+            for b in range(at_once):
+                t = uint32(first + uint32(b))
+                if t < T:
+                    publish(sums, uint32(tokens + t * stride), t, C, thread)
+            first = uint32(first + uint32(at_once))
+        named_barrier(uint32(MEET), uint32(CONSUMERS))
+        warp = uint32(thread >> uint32(5))
+        if warp < T:
+            total = float32(0.0)
+            for i in range(WARPS):
+                at = uint32(warp * uint32(WARPS) + uint32(i))
+                total = total + ld_shared_f32(uint32(sums + at * uint32(4)))
+            inv = inverse_rms(total, C, eps)
+            if thread & uint32(31) == 0:
+                st_shared_f32(uint32(sums + uint32(4 * WARPS * WARPS) + warp * uint32(4)), inv)
+        named_barrier(uint32(MEET), uint32(CONSUMERS))
+        for t in range(T):
+            inv = ld_shared_f32(uint32(sums + uint32(4 * WARPS * WARPS) + uint32(t) * uint32(4)))
+            finish(uint32(tokens + uint32(t) * stride), inv, f, C, thread)
+
+    return norm
 
 
 @cuda.jit(device=True, inline="always")

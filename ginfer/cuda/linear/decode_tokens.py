@@ -49,12 +49,11 @@ def lane_tokens(tokens, T, C, lane):
     return uint32(tokens + row * stride + (lane >> uint32(3)) * uint32(16))
 
 
-def row_norm(sets: int, meet: int, at_once: int = AT_ONCE) -> Any:
+def row_norm(sets: int, meet: int) -> Any:
     """Device function norm(tokens, sums, x, f, columns, T, C, eps, consumer) of `sets` times 256
-    threads: rows `columns` of x (0: the first T) to the place `tokens`, at_once of them at a time.
-    f: `row_factors`. Barriers from `meet` on are in use; it ends without a meeting of all
-    threads."""
-    rows = at_once // sets
+    threads: rows `columns` of x (0: the first T) to the place `tokens`. f: `row_factors`. Barriers
+    from `meet` on are in use; it ends without a meeting of all threads."""
+    rows = AT_ONCE // sets
     num_held = rows * HELD * 4
 
     @cuda.jit(device=True, inline="always")
@@ -116,6 +115,6 @@ def row_norm(sets: int, meet: int, at_once: int = AT_ONCE) -> Any:
                 t = uint32(first + uint32(b * sets))
                 if t < T:
                     finish(tokens, sums, held, b, f, t, C, eps, thread)
-            first = uint32(first + uint32(at_once))
+            first = uint32(first + uint32(AT_ONCE))
 
     return norm
