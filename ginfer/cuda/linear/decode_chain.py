@@ -55,8 +55,10 @@ from ginfer.cuda.linear.decode_tokens import (
     row_factors,
 )
 from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 
+OTHER_NBYTES = UNPACK["BF16"].tile_nbytes
 AT_ONCE = 4  # rows whose squares are added side by side
 SHARED_NBYTES = 222 << 10  # of tokens and the ring
 
@@ -95,7 +97,9 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
             epilogue = uint32(silu_up)
         if p == uint32(INNER):
             epilogue = uint32(store)
-        x = of_phase(p, (mixed, hidden, mlp, hidden))
+        x, shift = of_phase(p, (mixed, hidden, mlp, hidden)), uint32(0)
+        while uint32(uint32(1) << shift) < T:
+            shift = uint32(shift + uint32(1))
         while item < items:
             block, end, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
             if p & uint32(1):
@@ -103,7 +107,7 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
                 tokens = uint32(tokens + first * uint32(128))
             else:
                 named_barrier(uint32(meet), uint32(CONSUMERS))
-                copy_tokens(base, x, (int64(16), int64(128)), first, left, T, thread)
+                copy_tokens(base, x, (int64(16), int64(128), shift), first, left, T, thread)
                 named_barrier(uint32(meet), uint32(CONSUMERS))
                 tokens = lane_tokens(base, T, uint32(left * uint32(64)), lane)
             s, phase = consume(c, ring, barrier, s, phase, left, depth, warp, lane, tokens)
@@ -177,6 +181,9 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
         sizes = (tiles, (C, N1, C, N3), (split0, split1, split2, split3), others)
         if warp == uint32(WARPS):
             if lane == 0:
+                if last > uint32(INNER):
+                    blocks = uint32((other_N + uint32(127)) >> uint32(7))
+                    fetch_ahead(other_w, uint32(blocks * hidden_tiles * uint32(OTHER_NBYTES)))
                 stream(p, last, (w0, w1, w2, w3), sizes, ring, barrier, depth)
                 fetch_ahead(ahead, ahead_nbytes)
         else:
@@ -195,7 +202,7 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
                 else:
                     meet_blocks(arrivals, f, factors, C, thread)
                 if factors != 0:
-                    places = (int64(C) * 2, int64(16))
+                    places = (int64(C) * 2, int64(16), uint32(0))
                     copy_tokens(base, hidden, places, uint32(0), hidden_tiles, T, thread)
                     norm_rows(base, squares, f, T, C, eps, thread)
                     named_barrier(uint32(meet), uint32(CONSUMERS))

@@ -162,19 +162,18 @@ def chain_products(fmt: str, span: int, stages: int) -> Any:
 def copy_tokens(tokens, x, places, first, count, T, thread):
     """k tiles first .. first + count - 1 of T tokens x, to rows at `tokens`, all of them under way
     together; waits for those of this thread. places: bytes between tokens of x, and between groups
-    of eight columns."""
-    between_tokens, between_groups = places
-    groups = uint32(count * uint32(8))
-    source, stride = (
-        x + int64(first) * 8 * between_groups,
-        uint32((groups + uint32(1)) << uint32(4)),
-    )
-    for t in range(T):
-        for i in range(COPIED):
-            g = uint32(thread + uint32(i * CONSUMERS))
-            if g < groups:
-                at = source + int64(t) * between_tokens + int64(g) * between_groups
-                cp_async_16(uint32(tokens + uint32(t) * stride + g * uint32(16)), at)
+    of eight columns; the power of two of tokens that neighbouring threads take."""
+    between_tokens, between_groups, shift = places
+    groups, width = uint32(count * uint32(8)), uint32(uint32(1) << shift)
+    stride = uint32((groups + uint32(1)) << uint32(4))
+    source, t = x + int64(first) * 8 * between_groups, uint32(thread & uint32(width - uint32(1)))
+    while t < T:
+        g = uint32(thread >> shift)
+        while g < groups:
+            at = source + int64(t) * between_tokens + int64(g) * between_groups
+            cp_async_16(uint32(tokens + t * stride + g * uint32(16)), at)
+            g = uint32(g + (uint32(CONSUMERS) >> shift))
+        t = uint32(t + width)
     cp_async_commit()
     cp_async_wait_0()
 
