@@ -375,11 +375,13 @@ class CpuBackend:
 
     def clear_slot(self, slot: int) -> None:
         """Zero a recurrent slot."""
+        self._settle_context()
         for name in ("state", "history"):
             self._buffers[name][:, slot] = 0
 
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent slots, (destination, source) each, one after the other."""
+        self._settle_context()
         for target, source in pairs:
             self._memory.copy_slot(target, source)
 
@@ -388,16 +390,24 @@ class CpuBackend:
         assert self._arena is not None, "not allocated, or closed"
         return self._arena
 
+    def _settle_context(self) -> None:
+        """Before a slot changes or moves: the drafter's context lies beside it."""
+        if self.speculation is not None:
+            self.speculation.catch_up()
+
     def save_state(self, slot: int, units: Sequence[int]) -> None:
         """Copy a recurrent slot to arena units."""
+        self._settle_context()
         self._memory.save_state(slot, units)
 
     def load_state(self, units: Sequence[int], slot: int) -> None:
         """Copy a snapshot to a recurrent slot."""
+        self._settle_context()
         self._memory.load_state(units, slot)
 
     def load_parked_state(self, host_units: Sequence[int], slot: int) -> None:
         """Copy a parked snapshot to a recurrent slot."""
+        self._settle_context()
         self._memory.load_parked_state(host_units, slot)
 
     def copy_page(self, source: int, target: int) -> None:

@@ -1,9 +1,10 @@
 """CpuDrafter: a DFlash2 drafter beside a target model, on the target's embedding and head.
 
 The target's forward hands over the streams behind the tapped layers; what it has verified becomes
-context (`extend`), of which every layer keeps K and V in a ring per lane. A block of an anchor and
-masks then proposes drafts for all lanes at once (`propose`); it leaves no trace. No column depends
-on others than its own row's.
+context (`extend`), of which every layer keeps K and V in a ring per lane. That waits until many
+columns have come or the rings are wanted (`catch_up`): one by one they would cost a tenth of plain
+rounds. A block of an anchor and masks then proposes drafts for all lanes at once (`propose`); it
+leaves no trace. No column depends on others than its own row's.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
     F32 = NDArray[np.float32]
     I32 = NDArray[np.int32]
+
+
+WAITING = 32  # columns of each lane that wait to become context
 
 
 class _Conv(NamedTuple):
@@ -111,7 +115,8 @@ class CpuDrafter:
 
     def allocate(self, *, num_lanes: int, max_columns: int, threads: int) -> None:
         """Allocate and zero rings and buffers. max_columns: of a forward of the target."""
-        d, T = self._spec, max(max_columns, num_lanes * self._spec.block_size)
+        d, waiting = self._spec, num_lanes * max(WAITING, self._spec.block_size)
+        T = max(max_columns, waiting)
         columns = {
             "taps": d.tap_width,
             "hidden": d.hidden_size,
@@ -129,6 +134,10 @@ class CpuDrafter:
             "rank": d.selector_rank,
         }
         self._buffers = {name: np.zeros(T * width, np.float32) for name, width in columns.items()}
+        self._buffers["waiting"] = np.zeros(waiting * d.tap_width, np.float32)
+        self._waiting = self._view("waiting", waiting, d.tap_width)
+        self._places = np.zeros((2, waiting), np.int32)  # their lanes and tokens
+        self._num_waiting, self._follows = 0, False
         drafts = num_lanes * d.max_drafts
         self._buffers["logits"] = np.zeros(drafts * d.vocab_size, np.float32)
         self.rings = np.zeros((d.num_layers, num_lanes, 2, d.ring_tokens, d.kv_width), np.uint16)
@@ -141,18 +150,30 @@ class CpuDrafter:
     def nbytes(self) -> int:
         """Bytes of rings and buffers."""
         scratch = self._spaces.nbytes + self._scores.nbytes + self._candidates.nbytes
+        scratch += self._places.nbytes
         return self.rings.nbytes + scratch + sum(a.nbytes for a in self._buffers.values())
 
     def _view(self, name: str, T: int, N: int) -> F32:
         view: F32 = self._buffers[name][: T * N].reshape(T, N)
         return view
 
+    def begin(self, num_columns: int, *, follows: bool) -> None:
+        """A forward of the target begins. follows: `follow` will make all its columns context."""
+        if follows and self._num_waiting + num_columns > len(self._waiting):
+            self.catch_up()
+        self._follows = follows
+
     def tap(self, hidden: F32, layer_idx: int) -> None:
         """Take the stream behind a layer of the target, [T, C], if it is tapped."""
         if layer_idx in self._spec.tapped_layers:
             C, at = self._spec.hidden_size, self._spec.tapped_layers.index(layer_idx)
-            taps = self._view("taps", len(hidden), self._spec.tap_width)
-            taps[:, at * C : (at + 1) * C] = hidden
+            self._taps(len(hidden))[:, at * C : (at + 1) * C] = hidden
+
+    def _taps(self, T: int) -> F32:
+        """Where the taps of the last forward lie, [T, tap width]."""
+        if self._follows:
+            return self._waiting[self._num_waiting : self._num_waiting + T]
+        return self._view("taps", T, self._spec.tap_width)
 
     def _angles(self, tokens: I32) -> tuple[F32, F32]:
         F = self._axes.size
@@ -160,15 +181,38 @@ class CpuDrafter:
         rope_table(cos, sin, tokens.reshape(1, -1), self._axes, self._inv_freq)
         return cos, sin
 
+    def follow(self, lanes: I32, tokens: I32) -> None:
+        """Make all columns of the last forward context of their lanes, token by token."""
+        first, self._num_waiting = self._num_waiting, self._num_waiting + len(lanes)
+        self._places[:, first : self._num_waiting] = lanes, tokens
+        self._follows = False
+
     def extend(self, columns: I32, lanes: I32, tokens: I32) -> None:
         """Make columns of the last forward context of their lanes. All: [n] int32; tokens: indices
         in the sequences, ascending in a lane, each exactly once."""
-        d, T = self._spec, len(columns)
-        taps = self._buffers["taps"].reshape(-1, d.tap_width)[columns]
-        context, normed = (
-            self._view("hidden", T, d.hidden_size),
-            self._view("normed", T, d.hidden_size),
-        )
+        taps = self._taps(int(columns.max()) + 1)[columns]
+        if self._num_waiting + len(columns) > len(self._waiting):
+            self.catch_up()
+        if len(columns) > len(self._waiting):
+            self._append(taps, lanes, tokens)
+        else:
+            first = self._num_waiting
+            self._waiting[first : first + len(columns)] = taps
+            self.follow(lanes, tokens)
+
+    def catch_up(self) -> None:
+        """Have all context in the rings: before they are read or copied, and before a lane gets
+        another sequence."""
+        T, self._num_waiting = self._num_waiting, 0
+        if T:
+            lanes, tokens = self._places[:, :T]
+            self._append(self._waiting[:T], lanes, tokens)
+
+    def _append(self, taps: F32, lanes: I32, tokens: I32) -> None:
+        """K and V of columns, [n, tap width], to the rings."""
+        d, T = self._spec, len(taps)
+        context = self._view("hidden", T, d.hidden_size)
+        normed = self._view("normed", T, d.hidden_size)
         linear(context, taps, self._fc)
         rms_norm(normed, context, self._hidden_norm, self._eps)
         cos, sin = self._angles(tokens)
@@ -184,6 +228,7 @@ class CpuDrafter:
         ends before the anchor's position."""
         d, B, S = self._spec, len(lanes), num_drafts + 1
         assert 1 <= num_drafts <= d.max_drafts
+        self.catch_up()
         ids = np.full((B, S), d.mask_id, np.int32)
         ids[:, 0] = anchors.token_ids
         hidden = self._view("hidden", B * S, d.hidden_size)

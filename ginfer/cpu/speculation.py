@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ginfer.batch import Acceptance, Purpose, Selection
+from ginfer.batch import Acceptance, Phase, Purpose, Selection
 from ginfer.cpu import gdn, sampling
 from ginfer.cpu.acceptance import ONE_Q, Drafts, accept_rows
 from ginfer.cpu.drafter import CpuDrafter
@@ -57,6 +57,7 @@ class CpuSpeculation:
         self._layers = spec.layers_of(LayerKind.GATED_DELTANET)
         self._drafter: CpuDrafter | None = None
         self._used = self._held = self._known = np.zeros(0, np.int32)
+        self._follows = False  # the forward is a plain round that nothing was kept of
 
     def load(self, model: Model, tensors: list[PackedTensor]) -> None:
         """Take the target and the tensors of the drafter. Raises ArtifactError."""
@@ -97,6 +98,9 @@ class CpuSpeculation:
         """A forward begins."""
         self._rows, self._used = rows, np.diff(batch.row_indptr)
         self._held, self._known = self._used.copy(), np.zeros_like(self._used)
+        self._follows = batch.phase is Phase.DECODE and not batch.record
+        if self._drafter is not None:
+            self._drafter.begin(batch.num_columns, follows=self._follows)
 
     def record(self, index: int, mix: F32, gates: F32) -> None:
         """Keep the raw recurrent inputs of a GDN layer; mix may have more columns."""
@@ -168,8 +172,16 @@ class CpuSpeculation:
                 self._fold(fold)
                 self._held = np.where(fold >= 0, fold, self._held)
         if self._drafter is not None:
-            self._extend(self._drafter, batch, wanted)
-            self._known = np.maximum(self._known, wanted)
+            if self._follows and columns is None:
+                self._drafter.follow(batch.state_out % self._lanes, batch.starts)
+            else:
+                self._extend(self._drafter, batch, wanted)
+            self._follows, self._known = False, np.maximum(self._known, wanted)
+
+    def catch_up(self) -> None:
+        """Have all drafter context in the rings, before they move."""
+        if self._drafter is not None:
+            self._drafter.catch_up()
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher
 
+from ginfer.cpu.drafter import CpuDrafter
 from ginfer.engine.request import FinishReason, StopString
 from ginfer.errors import InternalError
 from tests.drafted import drafted_demo
@@ -184,6 +185,28 @@ def test_acceptance_after_a_hit_is_that_without_one(drafting):
             counts.append((values(run), stats["drafted"], stats["accepted_at"]))
     assert counts[0] == counts[1]
     assert sum(counts[0][2].values()) > 0
+
+
+def test_context_that_waits_for_company_makes_the_same_drafts(monkeypatch):
+    """Rounds that draft nothing leave it to those that do."""
+    follow, seen = CpuDrafter.follow, []
+    prompts = [ids_prompt(CASES[name]["prompt_ids"]) for name in QUICK[:3]]
+
+    def at_once(drafter, lanes, tokens):
+        follow(drafter, lanes, tokens)
+        drafter.catch_up()
+
+    for waits in (True, False):
+        if not waits:
+            monkeypatch.setattr(CpuDrafter, "follow", at_once)
+        with open_demo(max_context=4096, package=drafted_demo(), max_concurrency=2) as engine:
+            rng = random.Random(2)
+            force(engine, lambda limit: rng.choice((0,) * 9 + (limit,)))
+            runs = [complete(engine, prompt, 96, ignore_eos=True) for prompt in prompts]
+            stats = engine.stats()
+            seen.append(([run.ids for run in runs], stats["drafted"], stats["accepted_at"]))
+    assert seen[0] == seen[1]
+    assert sum(seen[0][2].values()) > 0
 
 
 @pytest.mark.long
