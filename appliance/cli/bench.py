@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ginfer.engine.engine import Engine
 
 ROWS = (1, 2, 4, 8)
-COLUMNS = f"{'context':>8}  {'rows':>4}  {'tokens/s':>9}  {'round ms':>8}  {'host us':>8}"
+COLUMNS = (
+    f"{'context':>8}  {'rows':>4}  {'tokens/s':>9}  {'a round':>7}  {'round ms':>8}  {'host us':>8}"
+)
 
 
 @click.command()
@@ -61,8 +63,9 @@ COLUMNS = f"{'context':>8}  {'rows':>4}  {'tokens/s':>9}  {'round ms':>8}  {'hos
 def command(package: Path, **options: Any) -> None:
     """Measure PACKAGE: tokens per second while requests decode together, and of one prefill.
 
-    Contexts are not computed but copied from a short prompt, so that long ones take no time. Host
-    is what a round costs the processor apart from waiting for values.
+    Contexts are not computed but copied from a short prompt, so that long ones take no time. A
+    round gives each request one token and its accepted drafts. Host is what a round costs the
+    processor apart from waiting for values.
     """
     contexts, rows, tokens, prefill = map(options.pop, ("contexts", "rows", "tokens", "prefill"))
     config = build_engine_config(package, {**options, "max_concurrency": max(rows)})
@@ -85,5 +88,6 @@ def line(engine: Engine, context: int, rows: int, tokens: int) -> str:
     with bench.decoding(engine, prompts, tokens) as steady:
         return (
             f"{context:>8}  {rows:>4}  {steady.tokens_per_s:>9.1f}  "
-            f"{1e3 * steady.round_s:>8.2f}  {1e6 * steady.host_s:>8.0f}"
+            f"{steady.tokens_per_round:>7.2f}  {1e3 * steady.round_s:>8.2f}  "
+            f"{1e6 * steady.host_s:>8.0f}"
         )

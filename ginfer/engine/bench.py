@@ -36,10 +36,12 @@ _SOURCE_TOKENS = 1024  # of the prompt that histories are copied from
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFigures:
-    """Steady decode. tokens_per_s: of all rows. round_s: wall time of a round. host_s: what of it
-    the loop thread works, waiting for values apart."""
+    """Steady decode. tokens_per_s: of all rows. tokens_per_round: of a row, accepted drafts among
+    them. round_s: wall time of a round. host_s: what of it the loop thread works, waiting for
+    values apart."""
 
     tokens_per_s: float
+    tokens_per_round: float
     round_s: float
     host_s: float
 
@@ -112,9 +114,11 @@ class _Window:
             raise self._failure.error
         assert self._failure is None, "a request ended before it was measured"
         rounds = b["decode_rounds"] - a["decode_rounds"]
+        accepted = sum(b["accepted"].values()) - sum(a["accepted"].values())
         busy, waiting = b["busy_s"] - a["busy_s"], b["wait_s"] - a["wait_s"]
         return DecodeFigures(
             tokens_per_s=b["seen"] / (stop - start),
+            tokens_per_round=1 + accepted / (b["row_rounds"] - a["row_rounds"]),
             round_s=(stop - start) / rounds,
             host_s=(busy - waiting) / rounds,
         )

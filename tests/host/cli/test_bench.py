@@ -20,4 +20,5 @@ def test_a_table_of_contexts_and_rows_comes_out():
     places = [tuple(map(int, row.split()[:2])) for row in rows]
     assert places == [(70, 1), (70, 2), (300, 1), (300, 2)]
     assert all(float(value) > 0 for row in rows for value in row.split()[2:])
+    assert all(float(row.split()[3]) >= 1 for row in rows), "tokens of a round and row"
     assert re.fullmatch(r"prefill of 100 tokens: [0-9.]+ tokens/s", last)
