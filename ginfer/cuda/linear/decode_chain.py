@@ -34,10 +34,12 @@ from ginfer.cuda.linear.decode_chain_parts import (
     MEET,
     NUM_SUMS,
     WARPS,
+    add_rows,
     chain_products,
     chain_stream,
     copy_tokens,
     fetch_ahead,
+    load_rows,
     meet_blocks,
     of_phase,
     phase_items,
@@ -81,7 +83,7 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
     locate, exchange_slices = item_locator(1), slice_exchange(4, CONSUMERS)
     write = result_writer(1, 1, CONSUMERS)
     norm_rows, beside = resident_norm(AT_ONCE), row_tiles(WARPS, MEET)
-    add, silu_up, store = int(Epilogue.ADD_BF16), int(Epilogue.SILU_UP), int(Epilogue.STORE_BF16)
+    silu_up, store = int(Epilogue.SILU_UP), int(Epilogue.STORE_BF16)
     meet = MEET
 
     @cuda.jit(device=True, inline="always")
@@ -90,24 +92,25 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
         ring, barrier, flag, room, base = places
         workspace, counters = scratch
         thread, warp, lane = me
+        old = cuda.local.array(4, float32)
         k_tiles, N, blocks, whole, slices, sliced, items, item, step = phase_items(p, sizes)
         mixed, hidden, mlp, inner = buffers
-        y, epilogue = of_phase(p, (hidden, mlp, hidden, inner)), uint32(add)
+        y, epilogue = inner, uint32(store)
         if p == uint32(GATE_UP):
-            epilogue = uint32(silu_up)
-        if p == uint32(INNER):
-            epilogue = uint32(store)
+            y, epilogue = mlp, uint32(silu_up)
         x, shift = of_phase(p, (mixed, hidden, mlp, hidden)), uint32(0)
         while uint32(uint32(1) << shift) < T:
             shift = uint32(shift + uint32(1))
         while item < items:
             block, end, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
+            first_row = uint32(block * uint32(128) + warp * uint32(16))
             if p & uint32(1):
                 tokens = lane_tokens(base, T, uint32(k_tiles * uint32(64)), lane)
                 tokens = uint32(tokens + first * uint32(128))
             else:
                 named_barrier(uint32(meet), uint32(CONSUMERS))
                 copy_tokens(base, x, (int64(16), int64(128), shift), first, left, T, thread)
+                load_rows(old, hidden, first_row, lane, T, N)  # nobody writes them before all sums
                 named_barrier(uint32(meet), uint32(CONSUMERS))
                 tokens = lane_tokens(base, T, uint32(left * uint32(64)), lane)
             s, phase = consume(c, ring, barrier, s, phase, left, depth, warp, lane, tokens)
@@ -116,10 +119,11 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
                 complete = exchange_slices(
                     c, workspace, counters, item, slices, thread, flag, uint32(meet)
                 )
-            if complete:
-                first_row = uint32(block * uint32(128) + warp * uint32(16))
+            if complete and p & uint32(1):
                 end_row = uint32(end * uint32(128))
                 write(c, y, first_row, end_row, warp, lane, room, T, N, epilogue, uint32(meet))
+            elif complete:
+                add_rows(old, c, hidden, first_row, lane, T, N)
             item = uint32(item + step)
         return s, phase
 

@@ -13,18 +13,22 @@ from numba import cuda, float32, int64, uint32
 from ginfer.cuda.lib.numeric import high_f32, low_f32, warp_sum
 from ginfer.cuda.lib.ptx import (
     atomic_inc_u32,
+    bf16_from_f32,
     bulk_copy_to_shared,
     bulk_prefetch,
     cp_async_16,
     cp_async_commit,
     cp_async_wait_0,
+    f32_from_bits,
     first_lane_u32,
+    ld_global_u16,
     ld_shared_f32,
     ld_shared_u32x4,
     mbarrier_arrive_if,
     mbarrier_expect_bytes,
     mbarrier_wait,
     named_barrier,
+    st_global_u16,
     st_shared_f32,
     st_shared_u32x4,
     wait_for_other_half,
@@ -242,6 +246,34 @@ def resident_norm(at_once: int) -> Any:
             finish(uint32(tokens + uint32(t) * stride), inv, f, C, thread)
 
     return norm
+
+
+@cuda.jit(device=True, inline="always")
+def _result(first_row, lane, i):
+    """Row and token of a lane's sum i of a 16-row tile."""
+    row = uint32(first_row + (lane >> uint32(2)) + uint32((i >> 1) * 8))
+    return row, uint32((lane & uint32(3)) * uint32(2) + uint32(i & 1))
+
+
+@cuda.jit(device=True, inline="always")
+def load_rows(old, y, first_row, lane, T, N):
+    """What y [T, N] BF16 holds where this lane's sums go."""
+    for i in range(4):
+        row, t = _result(first_row, lane, i)
+        old[i] = float32(0.0)
+        if t < T and row < N:
+            bits = uint32(ld_global_u16(y + (int64(t) * int64(N) + int64(row)) * 2))
+            old[i] = f32_from_bits(bits << uint32(16))
+
+
+@cuda.jit(device=True, inline="always")
+def add_rows(old, c, y, first_row, lane, T, N):
+    """y = old + c, for what `load_rows` has loaded."""
+    for i in range(4):
+        row, t = _result(first_row, lane, i)
+        if t < T and row < N:
+            at = y + (int64(t) * int64(N) + int64(row)) * 2
+            st_global_u16(at, bf16_from_f32(old[i] + c[i]))
 
 
 @cuda.jit(device=True, inline="always")
