@@ -61,7 +61,7 @@ from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 
 OTHER_NBYTES = UNPACK["BF16"].tile_nbytes
-AT_ONCE = 4  # rows whose squares are added side by side
+AT_ONCE = 2  # rows that a thread norms side by side
 SHARED_NBYTES = 222 << 10  # of tokens and the ring
 
 

@@ -37,14 +37,13 @@ from ginfer.cuda.linear.decode_multiply import by_mma
 from ginfer.cuda.linear.decode_results import item_locator
 from ginfer.cuda.linear.decode_tokens import row_factors
 from ginfer.cuda.linear.unpack import UNPACK
-from ginfer.cuda.norm import HELD, THREADS, add_squares, inverse_rms, normed_pair
+from ginfer.cuda.norm import HELD, add_squares, inverse_rms, normed_pair
 
 GATE_UP, INNER, PHASES = 1, 3, 4  # phases that norm are odd
 WARPS, MEET = 8, 1  # consumers, 16 rows each, and the named barrier where they meet
 CONSUMERS = 32 * WARPS
-COPIED = HELD  # groups of eight columns of a thread
 NUM_SUMS = WARPS * WARPS + WARPS  # of up to eight rows, and what follows from them
-MOST_TILES = COPIED * CONSUMERS // 8  # k tiles of an item whose tokens are copied
+MOST_TILES = 96  # k tiles of an item whose tokens are copied: half of the memory of a ring is left
 PREFETCH_NBYTES = 8192
 
 
@@ -182,54 +181,84 @@ def copy_tokens(tokens, x, places, first, count, T, thread):
     cp_async_wait_0()
 
 
-def resident_norm(at_once: int) -> Any:
-    """Device function norm(tokens, sums, f, T, C, eps, thread) of all consumers: rows that
-    `copy_tokens` has brought to `tokens`, in place, at_once side by side. f: `row_factors`. The
-    numbers are those of `ginfer.cuda.norm`."""
-    words = 4 * COPIED
+@cuda.jit(device=True, inline="always")
+def _load_row(held, b, row, C, thread):
+    """This thread's columns of row b of several that lie in shared memory."""
+    for i in range(HELD):
+        c = uint32((thread + uint32(i * CONSUMERS)) * uint32(8))
+        if c < C:
+            q = ld_shared_u32x4(uint32(row + c * uint32(2)))
+            for j in range(4):
+                held[(b * HELD + i) * 4 + j] = q[j]
+
+
+def _square_rows(rows: int) -> Any:
+    """Device function: the warp's sums of squares of rows t, t + 1, ... at `row`, to shared
+    memory."""
+    num_held = rows * HELD * 4
 
     @cuda.jit(device=True, inline="always")
-    def load(held, row, C, thread):
-        for i in range(COPIED):
-            c = uint32((thread + uint32(i * THREADS)) * uint32(8))
-            if c < C:
-                q = ld_shared_u32x4(uint32(row + c * uint32(2)))
-                for j in range(4):
-                    held[i * 4 + j] = q[j]
-
-    @cuda.jit(device=True, inline="always")
-    def publish(sums, row, t, C, thread):
-        held, total = cuda.local.array(words, uint32), float32(0.0)
-        load(held, row, C, thread)
-        for i in range(COPIED):
-            if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
-                total = add_squares(total, held, i * 4)
-        total = warp_sum(total)
+    def square(sums, row, t, C, thread):
+        held, totals = cuda.local.array(num_held, uint32), cuda.local.array(rows, float32)
+        stride = uint32(C * uint32(2) + uint32(16))
+        for b in range(rows):
+            _load_row(held, b, uint32(row + uint32(b) * stride), C, thread)
+        for b in range(rows):
+            totals[b] = float32(0.0)
+            for i in range(HELD):
+                if uint32((thread + uint32(i * CONSUMERS)) * uint32(8)) < C:
+                    totals[b] = add_squares(totals[b], held, (b * HELD + i) * 4)
+        for b in range(rows):
+            totals[b] = warp_sum(totals[b])
         if thread & uint32(31) == 0:
-            at = uint32(t * uint32(WARPS) + (thread >> uint32(5)))
-            st_shared_f32(uint32(sums + at * uint32(4)), total)
+            for b in range(rows):
+                at = uint32((t + uint32(b)) * uint32(WARPS) + (thread >> uint32(5)))
+                st_shared_f32(uint32(sums + at * uint32(4)), totals[b])
+
+    return square
+
+
+def _scale_rows(rows: int) -> Any:
+    """Device function: rows at `row` become their norms, whose factors of rows lie at `scales`."""
+    num_held = rows * HELD * 4
 
     @cuda.jit(device=True, inline="always")
-    def finish(row, inv, f, C, thread):
-        held, pairs = cuda.local.array(words, uint32), cuda.local.array(4, uint32)
-        load(held, row, C, thread)
-        for i in range(COPIED):
-            c = uint32((thread + uint32(i * THREADS)) * uint32(8))
-            if c < C:
-                for j in range(4):
-                    word, k = held[i * 4 + j], 8 * i + 2 * j
-                    pairs[j] = normed_pair(low_f32(word), high_f32(word), inv, f[k], f[k + 1])
-                st_shared_u32x4(uint32(row + c * uint32(2)), pairs[0], pairs[1], pairs[2], pairs[3])
+    def scale(scales, row, f, C, thread):
+        held, pairs = cuda.local.array(num_held, uint32), cuda.local.array(4, uint32)
+        stride = uint32(C * uint32(2) + uint32(16))
+        for b in range(rows):
+            _load_row(held, b, uint32(row + uint32(b) * stride), C, thread)
+        for b in range(rows):
+            inv = ld_shared_f32(uint32(scales + uint32(4 * b)))
+            for i in range(HELD):
+                c = uint32((thread + uint32(i * CONSUMERS)) * uint32(8))
+                if c < C:
+                    for j in range(4):
+                        word, k = held[(b * HELD + i) * 4 + j], 8 * i + 2 * j
+                        pairs[j] = normed_pair(low_f32(word), high_f32(word), inv, f[k], f[k + 1])
+                    to = uint32(row + uint32(b) * stride + c * uint32(2))
+                    st_shared_u32x4(to, pairs[0], pairs[1], pairs[2], pairs[3])
+
+    return scale
+
+
+def resident_norm(at_once: int) -> Any:
+    """Device function norm(tokens, sums, f, T, C, eps, thread) of all consumers: T rows that
+    `copy_tokens` has brought to `tokens`, in place, at_once side by side while there are as many.
+    f: `row_factors`. The numbers are those of `ginfer.cuda.norm`."""
+    square, square_more = _square_rows(1), _square_rows(at_once)
+    scale, scale_more = _scale_rows(1), _scale_rows(at_once)
 
     @cuda.jit(device=True, inline="always")
     def norm(tokens, sums, f, T, C, eps, thread):
-        stride, first = uint32(C * uint32(2) + uint32(16)), uint32(0)
-        while first < T:
-            for b in range(at_once):
-                t = uint32(first + uint32(b))
-                if t < T:
-                    publish(sums, uint32(tokens + t * stride), t, C, thread)
-            first = uint32(first + uint32(at_once))
+        stride, t = uint32(C * uint32(2) + uint32(16)), uint32(0)
+        scales = uint32(sums + uint32(4 * WARPS * WARPS))
+        while uint32(t + uint32(at_once)) <= T:
+            square_more(sums, uint32(tokens + t * stride), t, C, thread)
+            t = uint32(t + uint32(at_once))
+        while t < T:
+            square(sums, uint32(tokens + t * stride), t, C, thread)
+            t = uint32(t + uint32(1))
         named_barrier(uint32(MEET), uint32(CONSUMERS))
         warp = uint32(thread >> uint32(5))
         if warp < T:
@@ -239,11 +268,15 @@ def resident_norm(at_once: int) -> Any:
                 total = total + ld_shared_f32(uint32(sums + at * uint32(4)))
             inv = inverse_rms(total, C, eps)
             if thread & uint32(31) == 0:
-                st_shared_f32(uint32(sums + uint32(4 * WARPS * WARPS) + warp * uint32(4)), inv)
+                st_shared_f32(uint32(scales + warp * uint32(4)), inv)
         named_barrier(uint32(MEET), uint32(CONSUMERS))
-        for t in range(T):
-            inv = ld_shared_f32(uint32(sums + uint32(4 * WARPS * WARPS) + uint32(t) * uint32(4)))
-            finish(uint32(tokens + uint32(t) * stride), inv, f, C, thread)
+        t = uint32(0)
+        while uint32(t + uint32(at_once)) <= T:
+            scale_more(uint32(scales + uint32(4) * t), uint32(tokens + t * stride), f, C, thread)
+            t = uint32(t + uint32(at_once))
+        while t < T:
+            scale(uint32(scales + uint32(4) * t), uint32(tokens + t * stride), f, C, thread)
+            t = uint32(t + uint32(1))
 
     return norm
 
