@@ -35,10 +35,11 @@ from ginfer.cuda.linear.decode_chain_parts import (
     NUM_SUMS,
     WARPS,
     add_rows,
+    chain_ahead,
     chain_products,
     chain_stream,
     copy_tokens,
-    fetch_ahead,
+    fetch_share,
     load_rows,
     meet_blocks,
     of_phase,
@@ -65,20 +66,22 @@ AT_ONCE = 2  # rows that a thread norms side by side
 SHARED_NBYTES = 222 << 10  # of tokens and the ring
 
 
-@kernel(*(int64,) * 16, *(uint32,) * 19, float32)
+@kernel(*(int64,) * 17, *(uint32,) * 19, float32)
 def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignore[no-untyped-def]
     """Arguments mixed, hidden, mlp, inner, workspace, counters, arrivals, w0 to w3, factors of the
-    norms of phases 1 and 3, other_w, other_y, ahead; p, last, T; k tiles of mixed, hidden, mlp; C,
-    rows of W1 and W3, splits 0 to 3 (whole + slices * 65536), other_N, other_slices, others, depth,
-    tokens_nbytes, ahead_nbytes; eps.
+    norms of phases 1 and 3, other_w, other_y, ahead0, ahead1; p, last, T; k tiles of mixed, hidden,
+    mlp; C, rows of W1 and W3, splits 0 to 3 (whole + slices * 65536), other_N, other_slices,
+    others, depth, tokens_nbytes, ahead_nbytes; eps.
 
     Phases p to last - 1. mixed, mlp: in fragment order; hidden, inner: rows. arrivals: a u32 that
     begins at zero and is nobody else's. Of phase 3 the last `others` blocks take the rows of
     other_w [other_N, C] BF16 instead, to other_y [T, other_N] FP32. The ring has `depth` stages of
-    `span` k tiles, at most `stages`, behind tokens_nbytes. ahead: what to bring to L2 at the end.
+    `span` k tiles, at most `stages`, behind tokens_nbytes. ahead0, ahead1: W0 and W1 of the next
+    chain, of which each block brings the first ahead_nbytes of its own to L2.
     """
     words, empty, room_words = 2 * stages, 8 * stages, room_nbytes(1, 1, CONSUMERS) // 4
     threads = CONSUMERS + 32
+    fetch = chain_ahead(fmt)
     stream, consume = chain_stream(fmt, span, stages), chain_products(fmt, span, stages)
     locate, exchange_slices = item_locator(1), slice_exchange(4, CONSUMERS)
     write = result_writer(1, 1, CONSUMERS)
@@ -144,7 +147,8 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
         factors3,
         other_w,
         other_y,
-        ahead,
+        ahead0,
+        ahead1,
         p,
         last,
         T,
@@ -187,9 +191,9 @@ def linear_decode_chain_kernel(fmt: str, span: int, stages: int):  # type: ignor
             if lane == 0:
                 if last > uint32(INNER):
                     blocks = uint32((other_N + uint32(127)) >> uint32(7))
-                    fetch_ahead(other_w, uint32(blocks * hidden_tiles * uint32(OTHER_NBYTES)))
+                    fetch_share(other_w, uint32(blocks * hidden_tiles * uint32(OTHER_NBYTES)))
                 stream(p, last, (w0, w1, w2, w3), sizes, ring, barrier, depth)
-                fetch_ahead(ahead, ahead_nbytes)
+                fetch(ahead0, ahead1, ahead_nbytes, sizes)
         else:
             f, c = cuda.local.array(NUM_FACTORS, float32), cuda.local.array(4, float32)
             stage, phase, begun = uint32(0), uint32(0), p

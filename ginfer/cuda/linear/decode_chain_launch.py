@@ -43,8 +43,8 @@ class Chain:
     epilogues are their places'. factors: of the norms in front of gate and up, and of inner, [C]
     FP32. beside: a small BF16 matrix with the rows of inner, and the address of its results, FP32.
     Addresses: mixed and mlp in fragment order, hidden and inner in rows, arrivals of
-    ARRIVALS_NBYTES for this kernel alone, zero at first. ahead: address and bytes of what the
-    kernels behind read first."""
+    ARRIVALS_NBYTES for this kernel alone, zero at first. ahead: the first two matrices of the next
+    chain, and how many bytes of its items each thread block brings to L2 at the end."""
 
     linears: tuple[DecodeLinear, ...]
     factors: tuple[int, int]
@@ -55,7 +55,7 @@ class Chain:
     arrivals: int
     inner: int = 0
     beside: tuple[DecodeLinear, int] | None = None
-    ahead: tuple[int, int] = (0, 0)
+    ahead: tuple[int, int, int] = (0, 0, 0)
 
 
 def makes_chain(linears: Iterable[DecodeLinear]) -> bool:
@@ -95,7 +95,7 @@ def linear_decode_chain(queue: Queue, chain: Chain, *, T: int, eps: float, first
         *(chain.mixed, chain.hidden, chain.mlp, chain.inner),
         *(chain.scratch.workspace, chain.scratch.counters, chain.arrivals),
         *(m.w for m in linears),
-        *(*chain.factors, small.w if small else 0, other_y, chain.ahead[0]),
+        *(*chain.factors, small.w if small else 0, other_y, *chain.ahead[:2]),
         *(first, count, T, *tiles, linears[0].N, linears[1].N, linears[3].N, *splits),
-        *(*other, depth, tokens_nbytes, chain.ahead[1], eps),
+        *(*other, depth, tokens_nbytes, chain.ahead[2], eps),
     )

@@ -115,12 +115,33 @@ def chain_stream(fmt: str, span: int, stages: int) -> Any:
 
 
 @cuda.jit(device=True, inline="always")
-def fetch_ahead(at, num_bytes):
-    """This thread block's share of what the next kernels read, into L2; one lane."""
+def fetch_share(at, num_bytes):
+    """This thread block's share of num_bytes, into L2; one lane."""
     done = uint32(cuda.blockIdx.x * uint32(PREFETCH_NBYTES))
     while done < num_bytes:
         bulk_prefetch(at + int64(done), min(uint32(PREFETCH_NBYTES), uint32(num_bytes - done)))
         done = uint32(done + uint32(cuda.gridDim.x * uint32(PREFETCH_NBYTES)))
+
+
+def chain_ahead(fmt: str) -> Any:
+    """Device function of one lane: what this block's stream of phases 0 and 1 of another chain of
+    the same sizes begins with, num_bytes of it, into L2."""
+    tile_bytes, locate = UNPACK[fmt].tile_nbytes, item_locator(1)
+
+    @cuda.jit(device=True, inline="always")
+    def fetch(w0, w1, num_bytes, sizes):
+        p, w = uint32(0), w0
+        while p < uint32(2):
+            k_tiles, _, blocks, whole, slices, sliced, items, item, step = phase_items(p, sizes)
+            while item < items and num_bytes > uint32(0):
+                block, _, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
+                source = w + (int64(block) * int64(k_tiles) + int64(first)) * tile_bytes
+                count = min(uint32(left * uint32(tile_bytes)), num_bytes)
+                bulk_prefetch(source, count)
+                num_bytes, item = uint32(num_bytes - count), uint32(item + step)
+            p, w = uint32(p + uint32(1)), w1
+
+    return fetch
 
 
 def chain_products(fmt: str, span: int, stages: int) -> Any:

@@ -81,9 +81,9 @@ def together(it, grid, first=0, last=4, *, span=2, depth=2):
         linear_decode_chain_kernel(FMT, span, depth + 1),
         grid,
         *(it.mixed, it.hidden, it.mlp, it.inner, it.workspace, it.counters, it.arrivals),
-        *(*it.matrices, *it.factors, it.other, it.ab, it.matrices[0]),
+        *(*it.matrices, *it.factors, it.other, it.ab, *it.matrices[:2]),
         *(first, last, it.T, *tiles, *rows, *splits, OTHER, 1, 1),
-        *(depth, tokens_nbytes, 16384, EPS),
+        *(depth, tokens_nbytes, 40000, EPS),
         together=True,
     )
     assert (it.counters == 0).all()
