@@ -1,7 +1,7 @@
 """Costs of decode rounds, measured before an engine serves: rows, columns, drafts.
 
-Rounds over empty pages, timed from their order to their values; the first one does not count, of a
-few more the best, and none counts more than one of more columns or rows. A round that verifies
+Rounds over empty pages, timed from their order to their values; the first of all does not count, of
+a few more the best, and none counts more than one of more columns or rows. A round that verifies
 costs more than a plain one however few its drafts are. Between measured ones seconds are linear in
 the rows of a round and in its columns.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROWS = (1, 2, 4, 8)
 WIDTHS = (2, 4, 16)  # columns of a row that verifies
-REPEATS, ENOUGH_S = 3, 0.3  # a round that took so long is measured twice
+REPEATS, ENOUGH_S = 3, 0.1  # a round that was measured for so long is not repeated
 _START = 32  # tokens before the measured ones
 
 
@@ -33,6 +33,8 @@ def measure_costs(spec: ModelSpec, backend: Backend, plan: MemoryPlan) -> CostTa
     """The table of an engine that has allocated `plan` and serves nobody. What it leaves in pages,
     slots and counts is overwritten or cleared by who gets them."""
     probe = _Probe(spec, backend, plan)
+    for width in (1, 2):
+        probe.round_s(1, width)
     rows = sorted({min(B, plan.num_rows) for B in (*ROWS, plan.num_rows)})
     plain = _rising({B: probe.round_s(B, 1) for B in rows})
     verify = {
@@ -160,8 +162,8 @@ def _rising(costs: dict[int, float]) -> dict[int, float]:
 def _best(round_: Callable[[], object]) -> float:
     """Seconds of the quickest of a few."""
     times: list[float] = []
-    while len(times) <= REPEATS and (len(times) < 3 or sum(times) < ENOUGH_S):
+    while len(times) < REPEATS and sum(times) < ENOUGH_S:
         began = perf_counter()
         round_()
         times.append(perf_counter() - began)
-    return min(times[1:])
+    return min(times)
