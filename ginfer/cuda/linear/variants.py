@@ -79,10 +79,9 @@ class LinearDecodePlan(LaunchPlan):
         _, _, column_tiles, tile_nbytes = shape
         wide, x_nbytes = column_tiles > MMA_TILES, column_tiles * 1024
         found = []
-        for warps, M, spans in ((8, 1, (2, 4, 8)), (8, 2, (4,)), (16, 1, (4,))):
-            for span in spans if warps * M == 8 or wide else ():
-                stages = SHARED_NBYTES // (span * (warps * M // 8 * tile_nbytes + x_nbytes))
-                found.append(cls(warps, M, span, stages, wgmma=wide))
+        for warps, span in ((8, 2), (8, 4), (16, 4)) if wide else ((8, 4), (8, 8)):
+            stages = SHARED_NBYTES // (span * (warps // 8 * tile_nbytes + x_nbytes))
+            found.append(cls(warps, 1, span, stages, wgmma=wide))
         return tuple(p for p in found if capability == "90a" and p.supports(capability, shape))
 
 

@@ -10,6 +10,7 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from ginfer.cuda.runtime.compiler import compile_cubin
+from ginfer.cuda.runtime.front_end import speed_up
 from ginfer.cuda.runtime.manifest import (
     CubinRecord,
     cubin_path,
@@ -44,7 +45,9 @@ def build_image(
     folder.mkdir(parents=True, exist_ok=True)
     wanted = list(dict.fromkeys(items))
     have = read_manifest(folder)
+    nbytes = {r.name: cubin_path(folder, r).stat().st_size for r in have.values()}
     missing = [item for item in wanted if not _is_current(item, capability, have)]
+    missing.sort(key=lambda item: -nbytes.get(item.name, 0))  # the longest work first
     made: dict[str, CubinRecord] = {}
     faults: list[InternalError] = []
     progress(0, len(missing), "")
@@ -87,7 +90,7 @@ def _compile_all(
         return
     workers = min(processes or os.cpu_count() or 1, len(items))
     spawn = get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_spare_collections) as pool:
+    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_prepare) as pool:
         jobs = {pool.submit(_compile_to_folder, item, capability): item for item in items}
         try:
             yield from ((jobs[job].name, job) for job in as_completed(jobs))
@@ -95,8 +98,10 @@ def _compile_all(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _spare_collections() -> None:
-    """The compiler makes millions of objects that live as long as one kernel: collect rarely."""
+def _prepare() -> None:
+    """Make a process a compiler. It makes millions of objects that live as long as one kernel:
+    collect rarely."""
+    speed_up()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
 

@@ -10,6 +10,7 @@ import pytest
 from ginfer.cuda.norm import rms_norm_kernel
 from ginfer.cuda.runtime import compiler
 from ginfer.cuda.runtime.compiler import breaches, compile_cubin, compile_ptx, static_shared_nbytes
+from ginfer.cuda.runtime.front_end import REPLACED
 from ginfer.errors import InternalError
 from tests.cuda import kernels
 
@@ -125,4 +126,8 @@ def test_what_makes_numba_faster_changes_no_code(monkeypatch):
     plain.loader.exec_module(module)
     monkeypatch.setattr(compiler.inline_closurecall, "copy", copy)
     monkeypatch.setattr(compiler.postproc.PostProcessor, "run", module.PostProcessor.run)
+    assert [text(item) for item in items] == ours
+    for owner, name, replacement in REPLACED:
+        assert getattr(owner, name) is not replacement
+        monkeypatch.setattr(owner, name, replacement)
     assert [text(item) for item in items] == ours

@@ -83,7 +83,8 @@ def test_only_what_is_missing_is_compiled(folder):
     assert image_state(ITEMS, "80").current == 2
 
 
-def test_cubins_of_other_compilers_are_renewed_and_still_load_until_then(folder):
+def age(folder):
+    """Make the cubins of an image those of other compilers."""
     path = folder / "manifest.json"
     path.write_text(path.read_text().replace("numba-cuda 0", "numba-cuda 9"))
     text = json.loads(path.read_text())
@@ -91,6 +92,10 @@ def test_cubins_of_other_compilers_are_renewed_and_still_load_until_then(folder)
         (folder / f"{row['key']}.cubin").rename(folder / f"old{row['key']}.cubin")
         row["key"] = f"old{row['key']}"
     path.write_text(json.dumps(text))
+
+
+def test_cubins_of_other_compilers_are_renewed_and_still_load_until_then(folder):
+    age(folder)
     state = image_state(ITEMS, "80")
     assert state.current == 2
     assert "numba-cuda 9" in state.compilers[0]
@@ -99,6 +104,18 @@ def test_cubins_of_other_compilers_are_renewed_and_still_load_until_then(folder)
     assert not any("numba-cuda 9" in r.compilers for r in records)
     assert prune_image(ITEMS, "80") == 2
     assert image_state(ITEMS, "80").current == 2
+
+
+def test_the_largest_kernels_are_renewed_first(folder):
+    items = (fault_kernel(), meet_kernel())
+    rebuild(items)
+    age(folder)
+    records, compiled = rebuild(items)
+    assert compiled == 2
+    paths = [cubin_path(folder, record) for record in records]
+    small, large = (path.stat() for path in paths)
+    assert small.st_size < large.st_size
+    assert small.st_mtime_ns > large.st_mtime_ns
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": "ginfer-image-v0"}'])
