@@ -1,9 +1,9 @@
 """Draft widths: how many drafts each request verifies in a round, from costs and acceptance.
 
 A plan maximises expected tokens per second over the measured cost of rounds. A request whose
-drafts have cost more than they brought drafts no more until its loss is small against its time, so
-that speculation cannot cost more than LOSS whatever the estimates say; what LOSS leaves pays for
-trials while its width is 0.
+drafts from one origin have cost more than they brought gets no more of them until that loss is
+small against its time, so that neither origin can cost more than LOSS whatever the estimates say;
+what LOSS leaves pays for trials while its width is 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ginfer.engine.cost_table import RoundCosts
 
-LOSS = 0.015  # of a request's time that drafts may waste
+LOSS = 0.012  # of a request's time that drafts of an origin may waste
 CREDIT_ROUNDS = 16  # plain rounds that count as time before they have passed
 KEEP = 0.03  # a new plan must promise this much more than the widths of the last round
 TRIAL = 3  # drafts of a trial
@@ -72,7 +72,7 @@ class Acceptance:
 class _Row:
     acceptance: dict[Origin, Acceptance]
     elapsed_s: float = 0.0
-    loss_s: float = 0.0
+    loss_s: dict[Origin, float] = field(default_factory=lambda: defaultdict(float))
     widths: dict[Origin, int] = field(default_factory=lambda: defaultdict(int))
     full_copies: int = 0
 
@@ -94,6 +94,9 @@ class DraftWidths:
     def plan(self, offers: Mapping[int, Offer]) -> dict[int, int]:
         """Drafts to verify for each request of the round."""
         gains = {key: self._gains(key, offer, len(offers)) for key, offer in offers.items()}
+        self.tried = None
+        if not any(gains.values()):
+            return dict.fromkeys(offers, 0)
         best = self._best(gains, offers)
         last = {
             key: min(self._row(key).widths[offer.origin], len(gains[key]))
@@ -119,20 +122,21 @@ class DraftWidths:
             if width:
                 row.acceptance[offer.origin].observe(width, accepted[key])
                 cost = (seconds - plain) * width / total
-                row.loss_s = max(0.0, row.loss_s + cost - accepted[key] * plain / num_rows)
+                loss = row.loss_s[offer.origin] + cost - accepted[key] * plain / num_rows
+                row.loss_s[offer.origin] = max(0.0, loss)
             if offer.origin is Origin.COPY and width:
                 row.full_copies = row.full_copies + 1 if accepted[key] == width else 0
 
-    def charge(self, keys: Sequence[int], seconds: float) -> None:
-        """Time went for nothing to these requests' drafts: their planning while nothing else went
-        on, drafts that no round took, rounds that did not run ahead."""
-        for key in keys:
+    def charge(self, keys: Mapping[int, Origin], seconds: float) -> None:
+        """Time went for nothing to drafts of these requests: looking for them or planning while
+        nothing else went on, drafts that no round took, rounds that did not run ahead."""
+        for key, origin in keys.items():
             if key in self._rows:
-                self._rows[key].loss_s += seconds / len(keys)
+                self._rows[key].loss_s[origin] += seconds / len(keys)
 
-    def may_draft(self, key: int, num_rows: int) -> bool:
-        """Whether drafts of the request can be in a plan of so many rows at all."""
-        return self._may_lose(key, 0.0, num_rows)
+    def may_draft(self, key: int, origin: Origin, num_rows: int) -> bool:
+        """Whether such drafts of the request can be in a plan of so many rows at all."""
+        return self._may_lose(key, origin, 0.0, num_rows)
 
     def copy_limit(self, key: int) -> int:
         """Most tokens that a copy may propose for the request now."""
@@ -146,16 +150,16 @@ class DraftWidths:
         return self._rows[key]
 
     def _gains(self, key: int, offer: Offer, num_rows: int) -> list[float]:
-        if not self._may_lose(key, 0.0, num_rows):
+        if not self.may_draft(key, offer.origin, num_rows):
             return []
         return self._row(key).acceptance[offer.origin].gains(offer.limit)
 
-    def _may_lose(self, key: int, seconds: float, num_rows: int) -> bool:
+    def _may_lose(self, key: int, origin: Origin, seconds: float, num_rows: int) -> bool:
         """Whether the request's drafts may have cost `seconds` more than they brought; its time is
         its share of its rounds'."""
         row = self._row(key)
         time = row.elapsed_s + CREDIT_ROUNDS * self._costs.plain_s(num_rows) / num_rows
-        return row.loss_s + seconds <= LOSS * time
+        return row.loss_s[origin] + seconds <= LOSS * time
 
     def _best(
         self, gains: Mapping[int, Sequence[float]], offers: Mapping[int, Offer]
@@ -210,6 +214,6 @@ class DraftWidths:
                 continue
             tried = plan | {key: width}
             extra = self._seconds(tried, offers) - self._seconds(plan, offers)
-            if self._may_lose(key, extra, len(plan)):
+            if self._may_lose(key, offers[key].origin, extra, len(plan)):
                 return tried
         return plan

@@ -15,7 +15,7 @@ from ginfer.engine.round import DraftPlan
 from ginfer.engine.round_costs import measure_costs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from ginfer.backend import MemoryPlan
     from ginfer.batch import I32
@@ -59,7 +59,7 @@ class Drafting:
         self._misses: dict[int, int] = {}  # rounds without a match in a row
         self._offers: dict[int, Offer] = {}  # of the last plan
         self._ahead: tuple[int, ...] = ()  # lanes whose drafts no plan has taken
-        self._read: tuple[float, int, list[int]] | None = None  # time, chunks before, who drafted
+        self._read: tuple[float, int, dict[int, Origin]] | None = None  # time, chunks, who drafted
         self._indexer = ThreadPoolExecutor(1, "ginfer-index")
 
     def close(self) -> None:
@@ -90,35 +90,37 @@ class Drafting:
         """Drafts of a round over these requests, by the tokens that are known; None when nobody
         drafts. What was drafted ahead and is not in the plan is a loss."""
         ahead, self._ahead = self._ahead, ()
-        plan = self._timed_plan(jobs)
+        plan = self._plan(jobs)
         taken = {} if plan is None else dict(zip(plan.lanes, plan.widths))
         lost = [job.lane for job in jobs if job.lane in ahead and not taken.get(job.lane)]
         if len(lost) == len(ahead) > 0:
-            self.widths.charge(lost, self.costs.draft_s(len(lost)))
+            drafts = dict.fromkeys(lost, Origin.DRAFTER)
+            self.widths.charge(drafts, self.costs.draft_s(len(lost)))
         return plan
 
-    def _timed_plan(self, jobs: Sequence[Job]) -> DraftPlan | None:
-        may = {job.lane: self.widths.may_draft(job.lane, len(jobs)) for job in jobs}
-        began = perf_counter()
-        plan = self._plan(jobs, may)
-        offered = [lane for lane, offer in self._offers.items() if offer.limit]
-        if self._delays and plan is None and offered:
-            self.widths.charge(offered, perf_counter() - began)
-        return plan
-
-    def _plan(self, jobs: Sequence[Job], may: Mapping[int, bool]) -> DraftPlan | None:
+    def _plan(self, jobs: Sequence[Job]) -> DraftPlan | None:
+        rows, began = len(jobs), perf_counter()
+        may = {job.lane: self.widths.may_draft(job.lane, Origin.COPY, rows) for job in jobs}
         copies = {job.lane: self._copy(job) if may[job.lane] else [] for job in jobs}
         self._offers = {job.lane: self._offer(job, copies[job.lane]) for job in jobs}
-        if not any(offer.limit for offer in self._offers.values()):
-            return None
-        widths = self.widths.plan(self._offers)
-        if not any(widths.values()):
-            return None
-        return DraftPlan(
-            lanes=tuple(widths),
-            widths=tuple(widths.values()),
-            copies=tuple(copies[lane][: widths[lane]] for lane in widths),
-        )
+        found = perf_counter()
+        worth = {
+            lane: offer.origin
+            for lane, offer in self._offers.items()
+            if offer.limit and self.widths.may_draft(lane, offer.origin, rows)
+        }
+        widths = self.widths.plan(self._offers) if worth else {}
+        if any(widths.values()):
+            return DraftPlan(
+                lanes=tuple(widths),
+                widths=tuple(widths.values()),
+                copies=tuple(copies[lane][: widths[lane]] for lane in widths),
+            )
+        if self._delays:
+            searched = {lane: Origin.COPY for lane, yes in may.items() if yes}
+            self.widths.charge(searched, found - began)
+            self.widths.charge(worth, perf_counter() - found)
+        return None
 
     def _copy(self, job: Job) -> list[int]:
         """What followed the last tokens of a request where they occurred before."""
@@ -189,7 +191,8 @@ class Drafting:
         that drafted."""
         flight, before, now = done.flight, self._read, perf_counter()
         rows, plan = len(flight.lanes), flight.plan
-        drafted = [] if plan is None else [lane for lane, n in zip(plan.lanes, plan.widths) if n]
+        widths = () if plan is None else zip(plan.lanes, plan.widths)
+        drafted = {lane: self._offers[lane].origin for lane, width in widths if width}
         self._read = (now, done.chunks, drafted)
         if before is None or before[1] != done.chunks:
             return

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from ginfer.batch import DraftBatch
-    from ginfer.engine.draft_width import Offer
+    from ginfer.engine.draft_width import Offer, Origin
     from ginfer.engine.request import Event
 
     Figures = dict[str, tuple[float, str]]
@@ -175,11 +175,15 @@ def forced(engine: Engine, truth: Answers, accepted: tuple[int, ...]) -> Iterato
         if any(accepted):
             held.enter_context(patch.object(drafting, "_copy", lambda job: []))
             held.enter_context(patch.object(widths, "plan", _all_offered))
-            held.enter_context(patch.object(widths, "may_draft", lambda lane, rows: True))
+            held.enter_context(patch.object(widths, "may_draft", _always))
         else:
             wrongly = lambda job: [wrong(token) for token in copy(job)]  # noqa: E731
             held.enter_context(patch.object(drafting, "_copy", wrongly))
         yield
+
+
+def _always(lane: int, origin: Origin, rows: int) -> bool:
+    return True
 
 
 def _all_offered(offers: Mapping[int, Offer]) -> dict[int, int]:

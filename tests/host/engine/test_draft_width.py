@@ -173,6 +173,15 @@ def test_acceptance_of_a_place_counts_only_rounds_that_reached_it():
     assert a.gains(2) == a.gains(4)[:2]
 
 
+def test_an_origin_whose_drafts_fail_does_not_silence_the_other():
+    s = Simulation(cost_table(), seed=10)
+    s.rounds({0: 0.0}, 200)
+    assert s.widths.plan({0: Offer(Origin.DRAFTER, 7)})[0] in (0, 3)
+    assert s.widths.plan({0: Offer(Origin.COPY, 7)})[0] == 7
+    s.widths.charge({0: Origin.COPY}, 100.0)
+    assert not s.widths.may_draft(0, Origin.COPY, 1)
+
+
 def test_a_forgotten_request_starts_anew():
     s = Simulation(cost_table(), seed=9)
     before = s.widths.plan({0: Offer(Origin.DRAFTER, 7)})
