@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from itertools import combinations
 from pkgutil import walk_packages
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,6 @@ import ginfer.cuda
 from ginfer.cuda.runtime.jit import BUILDERS, CAPABILITIES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ginfer.cuda.runtime.jit import Kernel
 
 WITHOUT_KERNELS = ("ginfer.cuda.runtime", "ginfer.cuda.lib", "ginfer.cuda.plans")
@@ -35,24 +32,6 @@ def kernels_of(capability: str, *, every: bool = False) -> tuple[Kernel, ...]:
     """The kernels of an image, each once: of the plans in use, or of every plan."""
     found = (family.image_kernels(capability, every=every) for family in families())
     return tuple(dict.fromkeys(item for items in found for item in items))
-
-
-def pairwise(items: Sequence[Kernel]) -> tuple[Kernel, ...]:
-    """Few kernels that have between them every pair of argument values of a builder in `items`:
-    each format with each epilogue, each width with each format, and so on."""
-    pairs = {item: _argument_pairs(item) for item in items}
-    missing = set[tuple[object, ...]]().union(*pairs.values())
-    chosen = []
-    while missing:
-        best = max(items, key=lambda item: len(pairs[item] & missing))
-        chosen.append(best)
-        missing -= pairs[best]
-    return tuple(item for item in items if item in chosen)
-
-
-def _argument_pairs(item: Kernel) -> set[tuple[object, ...]]:
-    values = [(item.module, item.builder_name), *enumerate(item.arguments)]
-    return {(item.builder_name, *pair) for pair in combinations(values, 2)}
 
 
 def built_capabilities() -> tuple[str, ...]:

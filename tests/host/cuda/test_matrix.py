@@ -1,4 +1,4 @@
-"""Compile matrix: pairs of argument values here, all kernels of all plans in the long tests."""
+"""Compile matrix: the kernels of the plans in use here, those of all plans in the long tests."""
 
 import os
 from pathlib import Path
@@ -11,10 +11,9 @@ from ginfer.cuda.runtime.catalog import (
     families,
     forgotten_builders,
     kernels_of,
-    pairwise,
 )
 from ginfer.cuda.runtime.compiler import breaches
-from ginfer.cuda.runtime.jit import BUILDERS, CAPABILITIES, Kernel
+from ginfer.cuda.runtime.jit import BUILDERS, CAPABILITIES
 from scripts.compile_all import MAX_CUBINS, table
 
 
@@ -38,28 +37,13 @@ def test_images_are_small_and_part_of_the_full_matrix(capability):
 
 @pytest.mark.parametrize("capability", built_capabilities())
 def test_the_plans_in_use_compile(capability):
-    items = pairwise(kernels_of(capability))
+    items = kernels_of(capability)
     records = build_image(items, capability, processes=os.cpu_count())
     assert [r.name for r in records] == [item.name for item in items]
     for record in records:
         assert breaches(record, capability) == []
     lines = list(table(records, capability))
     assert len(lines) == len(items)
-
-
-def test_pairwise_keeps_every_pair_of_values_and_little_else():
-    items = [tile_of(a, b, c) for a in range(4) for b in range(3) for c in range(2)]
-    chosen = pairwise(items)
-    for i, j in ((0, 1), (0, 2), (1, 2)):
-        seen = {(item.arguments[i], item.arguments[j]) for item in chosen}
-        assert seen == {(item.arguments[i], item.arguments[j]) for item in items}
-    assert 12 <= len(chosen) <= 14
-    assert pairwise(items[:1]) == (items[0],)
-    assert pairwise(()) == ()
-
-
-def tile_of(*arguments):
-    return Kernel("tests", "tile_kernel", ("int64",), arguments)
 
 
 @pytest.mark.long
