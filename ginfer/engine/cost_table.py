@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 RATE = 1 / 16  # of a new measurement against what is known
 STEP = 1.5  # an outlier moves an estimate as if it were at most this factor away
-MOST = 8.0  # bound of a correction, and of its inverse
+MOST = 64.0  # bound of a correction, and of its inverse
+FIRST = 3  # measurements whose median replaces what was measured at start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +41,27 @@ class CostTable:
 
 
 class _Factor:
-    """Exponential mean of ratios, which starts at 1 and trusts the first ones more."""
+    """Ratio to what was measured at start: the median of the first few, then an exponential
+    mean."""
 
     def __init__(self) -> None:
-        self.value, self._count = 1.0, 0
+        self.value = 1.0
+        self._first: list[float] = []
+
+    @property
+    def known(self) -> bool:
+        """Whether enough was measured to trust it."""
+        return len(self._first) == FIRST
 
     def observe(self, ratio: float) -> None:
         """Take a ratio into the mean."""
-        known = self.value
-        ratio = min(max(ratio, known / STEP), known * STEP)
-        self._count += 1
-        known += max(RATE, 1 / (1 + self._count)) * (ratio - known)
-        self.value = min(max(known, 1 / MOST), MOST)
+        if self.known:
+            low, high = self.value / STEP, self.value * STEP
+            self.value += RATE * (min(max(ratio, low), high) - self.value)
+        else:
+            self._first = sorted((*self._first, ratio))
+            self.value = self._first[(len(self._first) - 1) // 2]
+        self.value = min(max(self.value, 1 / MOST), MOST)
 
 
 class RoundCosts:
@@ -69,6 +79,10 @@ class RoundCosts:
         factor = self._rows[num_rows] if plain else self._verify[num_rows, drafter]
         expected = self.round_s(num_rows, num_columns, drafter=drafter) / factor.value
         factor.observe(seconds / expected)
+
+    def known(self, num_rows: int) -> bool:
+        """Whether enough plain rounds of so many rows were measured to compare others with them."""
+        return self._rows[num_rows].known
 
     def round_s(self, num_rows: int, num_columns: int, *, drafter: bool) -> float:
         """Seconds of a round."""

@@ -109,7 +109,7 @@ class Drafting:
             for lane, offer in self._offers.items()
             if offer.limit and self.widths.may_draft(lane, offer.origin, rows)
         }
-        widths = self.widths.plan(self._offers) if worth else {}
+        widths = self.widths.plan(self._offers) if worth and self.costs.known(rows) else {}
         if any(widths.values()):
             return DraftPlan(
                 lanes=tuple(widths),

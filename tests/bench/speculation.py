@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 
@@ -176,6 +176,7 @@ def forced(engine: Engine, truth: Answers, accepted: tuple[int, ...]) -> Iterato
             held.enter_context(patch.object(drafting, "_copy", lambda job: []))
             held.enter_context(patch.object(widths, "plan", _all_offered))
             held.enter_context(patch.object(widths, "may_draft", _always))
+            held.enter_context(patch.object(drafting, "costs", Mock()))  # nothing is learned
         else:
             wrongly = lambda job: [wrong(token) for token in copy(job)]  # noqa: E731
             held.enter_context(patch.object(drafting, "_copy", wrongly))

@@ -44,3 +44,13 @@ def test_outliers_hardly_move_an_estimate_that_is_bounded():
     for _ in range(400):
         costs.observe(1, 1, 1e6, drafter=False)
     assert costs.plain_s(1) == MOST
+
+
+def test_what_was_measured_at_start_counts_until_three_rounds_were():
+    costs = RoundCosts(TABLE)
+    for seconds, wanted in ((0.02, 0.02), (7.0, 0.02), (0.03, 0.03)):
+        assert not costs.known(1)
+        costs.observe(1, 1, seconds, drafter=False)
+        assert costs.plain_s(1) == wanted
+    assert costs.known(1)
+    assert not costs.known(2)
