@@ -212,9 +212,10 @@ def open_drafting(
     speculation = rank.backend.speculation
     if speculation is None or not plan.max_recorded:
         return None
-    costs = measure_costs(rank.spec, rank.backend, plan)
+    with ThreadPoolExecutor(1, "ginfer-costs") as beside:  # as in service, where another thread
+        costs = beside.submit(measure_costs, rank.spec, rank.backend, plan)  # has begun kernels
     return Drafting(
-        costs,
+        costs.result(),
         frontend,
         stats,
         max_drafts=speculation.max_drafts,
