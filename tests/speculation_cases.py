@@ -98,6 +98,25 @@ def check_acceptance_after_a_hit(**options):
     assert sum(counts[0][2].values()) > 0
 
 
+def check_copies(**options):
+    """Questions that were answered before in the same conversation."""
+    alone = {**options, "prefix_reuse": False}
+    with open_demo(**alone, spec="none") as plain, open_demo(**alone) as copying:
+        force(copying)
+        before = copying.stats()
+        for name in ("count", "code", "kv_cache", "tool_parallel"):
+            question, answer = (CASES[name][key] for key in ("prompt_ids", "greedy_ids"))
+            prompt = ids_prompt([*question, *answer, *question])
+            runs = [complete(e, prompt, 96, sampling=GREEDY) for e in (plain, copying)]
+            assert values(runs[0]) == values(runs[1])
+        after = copying.stats()
+        changed = {k: after[k]["copy"] - before[k].get("copy", 0) for k in ("drafted", "accepted")}
+        assert changed["accepted"] >= 0.8 * changed["drafted"] > 0
+        assert after["expanded_rounds"] > before["expanded_rounds"]
+        rows = after["row_rounds"] - before["row_rounds"]
+        assert changed["accepted"] > 2 * rows
+
+
 def tokens_per_round(**options):
     """Of the demo's drafter on the golden prompts, every draft verified."""
     with open_demo(**options, package=drafted_demo(), max_concurrency=1) as engine:

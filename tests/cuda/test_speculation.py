@@ -13,6 +13,7 @@ from tests.speculation_cases import (
     ROOMY,
     SEEDED,
     check_acceptance_after_a_hit,
+    check_copies,
     check_golden,
     check_json,
     check_random_prompts,
@@ -62,6 +63,10 @@ def test_two_hundred_requests_are_those_of_plain_decode(plain, drafting):
 @pytest.mark.parametrize("opens_reasoning", [False, True])
 def test_json_follows_its_schema_and_plain_decode(plain, drafting, copying, opens_reasoning):
     check_json(plain, (drafting, copying), opens_reasoning)
+
+
+def test_copies_of_the_context_are_accepted_and_change_nothing():
+    check_copies(**ON_GPU)
 
 
 def test_acceptance_after_a_hit_is_that_without_one():

@@ -22,6 +22,7 @@ from tests.speculation_cases import (
     ROOMY,
     SEEDED,
     check_acceptance_after_a_hit,
+    check_copies,
     check_golden,
     check_json,
     check_random_prompts,
@@ -79,22 +80,7 @@ def test_two_hundred_requests_are_those_of_plain_decode(plain, drafting):
 
 
 def test_copies_of_the_context_are_accepted_and_change_nothing():
-    """Questions that were answered before in the same conversation."""
-    alone = {"max_context": 4096, "prefix_reuse": False}
-    with open_demo(**alone, spec="none") as plain, open_demo(**alone) as copying:
-        force(copying)
-        before = copying.stats()
-        for name in ("count", "code", "kv_cache", "tool_parallel"):
-            question, answer = (CASES[name][key] for key in ("prompt_ids", "greedy_ids"))
-            prompt = ids_prompt([*question, *answer, *question])
-            runs = [complete(e, prompt, 96, sampling=GREEDY) for e in (plain, copying)]
-            assert values(runs[0]) == values(runs[1])
-        after = copying.stats()
-        changed = {k: after[k]["copy"] - before[k].get("copy", 0) for k in ("drafted", "accepted")}
-        assert changed["accepted"] >= 0.8 * changed["drafted"] > 0
-        assert after["expanded_rounds"] > before["expanded_rounds"]
-        rows = after["row_rounds"] - before["row_rounds"]
-        assert changed["accepted"] > 2 * rows
+    check_copies(max_context=4096)
 
 
 def test_a_next_turn_finds_the_state_of_a_round_that_was_cut_short(plain, drafting):
