@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -114,7 +115,8 @@ class ForwardBatch:
     row_indptr: [B + 1] int32. starts: [B] int32, tokens of the row that are already in K/V and
     state; column i of row b is token number starts[b] + i. page_table: [B, P] int32, page ids;
     page j of a row holds its tokens 64 j .. 64 j + 63.
-    state_in, state_out: [B] int32, recurrent slots read and written (may be equal).
+    state_in, state_out: [B] int32, recurrent slots read and written (may be equal). A prefill row
+    that reads the slot that the row before it writes goes on where that one ends, see `row_runs`.
     items: how decode attention shares reads between rows; None: every row reads its own.
     selection: None when no logits are wanted (a chunk that does not end its prompt).
     record: a decode batch of at most `max_recorded` columns, 16 per row, keeps its raw recurrent
@@ -143,6 +145,13 @@ class ForwardBatch:
     def num_rows(self) -> int:
         """B."""
         return len(self.starts)
+
+    @property
+    def row_runs(self) -> list[tuple[int, int]]:
+        """(first, last + 1) of the rows that recurrent blocks compute together, one run after the
+        other: a row that goes on from the row before it begins a run."""
+        cuts = np.flatnonzero(self.state_in[1:] == self.state_out[:-1]) + 1
+        return list(pairwise([0, *cuts.tolist(), self.num_rows]))
 
 
 @dataclass(frozen=True, kw_only=True)

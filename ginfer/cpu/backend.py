@@ -31,7 +31,7 @@ from ginfer.cpu.linear import embedding_rows, linear, linear_add, linear_silu_up
 from ginfer.cpu.norm import rms_norm
 from ginfer.cpu.rope import frequency_axes, inverse_frequencies, rope_table
 from ginfer.cpu.speculation import CpuSpeculation
-from ginfer.cpu.stage import Staged, stage
+from ginfer.cpu.stage import Staged, rows_between, stage
 from ginfer.cpu.weights import Model, bind
 from ginfer.env import THREADS
 from ginfer.errors import ConfigError
@@ -340,11 +340,13 @@ class CpuBackend:
             self.speculation.record(index, mix, gates)
         out = self._view("mixed", T, g.value_width)
         state, history = b["state"][index], b["history"][index]
-        tail = (mix, gates, state, history, rows, w.gdn, self._shape, self._eps, b["scratch"])
+        inputs, how = (mix, gates, state, history), (w.gdn, self._shape, self._eps, b["scratch"])
         if batch.phase is Phase.PREFILL:
-            gdn.gdn_prefill(out, self._view("convolved", T, g.conv_channels), *tail)
+            convolved = self._view("convolved", T, g.conv_channels)
+            for first, end in batch.row_runs:
+                gdn.gdn_prefill(out, convolved, *inputs, rows_between(rows, first, end), *how)
         else:
-            gdn.gdn_decode(out, *tail)
+            gdn.gdn_decode(out, *inputs, rows, *how)
         linear_add(hidden, out, w.output)
 
     def mlp_block(self, hidden: F32, layer_idx: int, batch: ForwardBatch) -> None:

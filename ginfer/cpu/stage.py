@@ -78,6 +78,12 @@ def stage(batch: ForwardBatch, cos: np.ndarray, sin: np.ndarray, units: WorkUnit
     )
 
 
+def rows_between(rows: Rows, first: int, end: int) -> Rows:
+    """Rows first .. end - 1; their columns keep their numbers."""
+    indptr, (starts, *slots) = rows.indptr[first : end + 1], rows[1:]
+    return Rows(indptr, starts[first:end], *(slot[first:end] for slot in slots))
+
+
 def stage_draws(s: SelectionBatch) -> Draws:
     """Copy a SelectionBatch."""
     floats = (s.temperature, s.top_p, s.min_p, s.presence, s.frequency)

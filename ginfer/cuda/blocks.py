@@ -297,7 +297,7 @@ class Blocks:
         """hidden += gated_deltanet(norm(hidden))."""
         w, b, g, T = self._model.layers[layer_idx], self._buffers, self._spec.gdn, staged.T
         assert w.a_b is not None
-        rows, index, W = staged.rows, self._index[layer_idx], w.inner.N
+        index, W = self._index[layer_idx], w.inner.N
         mix, ab, convolved = b.inner, b.ab, b.convolved
         if staged.record:
             mix, ab, convolved = self.records.layer(index)
@@ -305,15 +305,18 @@ class Blocks:
         self._normed(w.input_norm, results, T=T, phase=phase)
         queue, to, layer = self._queue, b.gated.address, self._gdn_layer(w, index)
         channels = Channels(g.conv_channels, W, w.taps, self._slots.history(index))
-        conv(queue, convolved, mix, rows=rows, channels=channels)
+        runs = staged.row_runs
+        for rows in runs:
+            conv(queue, convolved, mix, rows=rows, channels=channels)
         inputs = GdnInputs(convolved, mix, ab)
-        if staged.record:
-            rows = replace(rows, state_out=self.nowhere)
         if phase is Phase.PREFILL:
             chunks = staged.chunks(within=b.within, results=b.mlp.address)
-            gdn_chunks(queue, to, inputs, T=T, tables=(rows, layer, chunks))
+            gdn_chunks(queue, to, inputs, T=T, tables=(runs, layer, chunks))
         else:
-            tables, fragments = (rows, layer), self._fragments(phase)
+            (rows,), fragments = runs, self._fragments(phase)
+            if staged.record:
+                rows = replace(rows, state_out=self.nowhere)
+            tables = (rows, layer)
             gdn_step(queue, to, inputs, T=T, tables=tables, fragments=fragments)
         self._add(b.gated, w.output, T, phase)
 

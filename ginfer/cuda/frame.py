@@ -55,10 +55,9 @@ def most_partials(plan: MemoryPlan) -> int:
 
 def table_words(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[Phase, dict[str, int]]:
     """Words of each table at most; `selected`: most columns whose logits are wanted at a time."""
-    B, P, T = plan.num_rows, plan.max_pages_per_row, plan.max_columns
-    opened = most_expanded(plan)
+    P, T, opened = plan.max_pages_per_row, plan.max_columns, most_expanded(plan)
 
-    def of_columns(T: int) -> dict[str, int]:
+    def of_columns(T: int, B: int) -> dict[str, int]:
         return {
             "token": T,  # what changes from round to round comes first
             "state_in": B,
@@ -71,18 +70,23 @@ def table_words(spec: ModelSpec, plan: MemoryPlan, selected: int) -> dict[Phase,
             "pages": B * P,
         }
 
-    units = work_units(spec, plan, SMALL).storage.size
+    units, B = work_units(spec, plan, SMALL).storage.size, most_rows(plan)
     return {
         Phase.PREFILL: {
-            **of_columns(T),
+            **of_columns(T, B),
             "queries": 2 * (div_ceil(T, LEAST_QUERIES) + B),
             "chunks": 2 * most_chunks(plan),
             "chunk_indptr": B + 1,
             "to_open": opened,
             "opened": B * P if opened else 0,
         },
-        Phase.DECODE: {**of_columns(decode_columns(plan)), "units": units},
+        Phase.DECODE: {**of_columns(decode_columns(plan), plan.num_rows), "units": units},
     }
+
+
+def most_rows(plan: MemoryPlan) -> int:
+    """Rows of a prompt batch at most: a prompt may take two, one that goes on from the other."""
+    return 2 * plan.num_rows
 
 
 def most_chunks(plan: MemoryPlan) -> int:
@@ -112,7 +116,8 @@ def work_units(spec: ModelSpec, plan: MemoryPlan, tiles: int, *, num_blocks: int
 @dataclass(frozen=True)
 class Staged:
     """What the host knows of a batch, and its tables: columns, rows, the longest row, query items,
-    chunks of GDN, tiles of 16 rows of a decode unit, pages to open; whether it records."""
+    chunks of GDN, tiles of 16 rows of a decode unit, pages to open; whether it records; runs of
+    rows: first, last + 1, the longest of them; without any all are one."""
 
     tables: Tables
     T: int
@@ -123,18 +128,21 @@ class Staged:
     tiles: int = SMALL
     num_expanded: int = 0
     record: bool = False
+    runs: tuple[tuple[int, int, int], ...] = ()
 
     @property
-    def rows(self) -> Rows:
-        """Tables of GDN."""
-        at = self.tables
-        return Rows(
-            indptr=at["indptr"],
-            state_in=at["state_in"],
-            state_out=at["state_out"],
-            B=self.B,
-            longest=self.longest,
-        )
+    def row_runs(self) -> list[Rows]:
+        """Tables of GDN of the rows that are computed together, one run after the other."""
+        names = ("indptr", "state_in", "state_out")
+        return [
+            Rows(
+                **{name: self.tables[name] + 4 * first for name in names},
+                B=end - first,
+                longest=longest,
+                first=first,
+            )
+            for first, end, longest in self.runs or ((0, self.B, self.longest),)
+        ]
 
     def chunks(self, *, within: int, results: int) -> Chunks:
         """Tables and workspaces of GDN in chunks."""
@@ -166,11 +174,11 @@ class Frame:
         self._queries = columns_of_item(capability, a.num_q_heads // a.num_kv_heads)
         self.tables = {phase: Tables(sizes, memory, queue.stream) for phase, sizes in words.items()}
         self._rotations = Rotations(spec, plan.max_pages_per_row * PAGE_TOKENS)
-        columns = np.arange(plan.num_rows, dtype=np.int32)
-        self._columns = [columns[:B] for B in range(plan.num_rows + 1)]
+        columns = np.arange(most_rows(plan), dtype=np.int32)
+        self._columns = [columns[:B] for B in range(len(columns) + 1)]
         self._rounds = [
             Staged(self.tables[Phase.DECODE], B, B, 1, tiles=self._decode_tiles(B))
-            for B in range(plan.num_rows + 1)
+            for B in range(len(columns) + 1)
         ]
         self._described: tuple[WorkItems, bytes] | None = None  # by the work units
 
@@ -240,7 +248,7 @@ class Frame:
         self, staged: Staged, batch: ForwardBatch, token: NDArray[np.int32]
     ) -> Staged:
         """The tables that only prefill has."""
-        tables, num_expanded = staged.tables, 0
+        tables, num_expanded, lengths = staged.tables, 0, np.diff(batch.row_indptr)
         queries = _query_items(batch.row_indptr, token, self._queries)
         tables.fill("queries", queries)
         if self._plan.kv is KvCodec.INT8:
@@ -253,6 +261,9 @@ class Frame:
             num_queries=len(queries),
             num_chunks=len(chunks),
             num_expanded=num_expanded,
+            runs=tuple(
+                (first, end, int(lengths[first:end].max())) for first, end in batch.row_runs
+            ),
         )
 
     def _fill_units(self, tables: Tables, batch: ForwardBatch) -> None:

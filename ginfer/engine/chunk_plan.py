@@ -1,14 +1,16 @@
 """Chunk plans: which prompts the next prefill forward takes, and how far each of them gets.
 
 A chunk is the largest legal piece of the first prompt; when that ends the prompt, or where it takes
-a snapshot, the next prompts fill the columns that are left, in order. While rows decode, a chunk is
+a snapshot, the next prompts fill the columns that are left, in order. Where the backend allows it,
+what is left of a prompt behind a snapshot goes on in the same forward: it is short, and alone would
+read all weights for a few tokens. While rows decode, a chunk is
 cut so that its predicted time is at most the pause that decode may suffer. Where a prompt is cut,
 and what is computed beside it, changes none of its values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -113,17 +115,19 @@ class ChunkCost:
 class ChunkLimits:
     """Bounds of one forward. columns: most of all its pieces. pages: K/V pages of its prompts
     together, None without a bound. pause_s: seconds that it may take while rows decode, as `cost`
-    predicts; 64 columns are legal whatever they take."""
+    predicts; 64 columns are legal whatever they take. goes_on: a prompt whose piece ends at a point
+    may end in the same forward, with a piece behind that one."""
 
     columns: int
     cost: ChunkCost
     pages: int | None = None
     pause_s: float = inf
+    goes_on: bool = False
 
 
 def plan_chunk(prompts: Sequence[PromptView], limits: ChunkLimits) -> tuple[Piece, ...]:
-    """Pieces of one forward, one per prompt. A prompt follows another only where that one ends or
-    has a point."""
+    """Pieces of one forward, one per prompt, or two, see ChunkLimits. A prompt follows another only
+    where that one ends or has a point."""
     return _plan(prompts, limits)[0]
 
 
@@ -136,20 +140,47 @@ def has_room(prompts: Sequence[PromptView], limits: ChunkLimits) -> bool:
 def _plan(prompts: Sequence[PromptView], limits: ChunkLimits) -> tuple[tuple[Piece, ...], int]:
     """(pieces, columns that a fresh prompt may add)."""
     pieces: list[Piece] = []
-    columns, cost, pause_s = limits.columns, limits.cost, limits.pause_s
-    pages = inf if limits.pages is None else limits.pages
+    room = _Room(limits)
     for prompt in prompts:
-        within = cost.columns_within(prompt.start, pause_s, columns)
-        piece = piece_of(prompt, within if pieces else max(within, PAGE_TOKENS))
-        pages -= 0 if piece is None else div_ceil(piece.stop, PAGE_TOKENS)
-        if piece is None or (pages < 0 and pieces):
+        piece = room.piece(prompt, least=0 if pieces else PAGE_TOKENS)
+        if piece is None or (pieces and not room.has_pages(piece)):
             return tuple(pieces), 0
         pieces.append(piece)
-        columns -= piece.num_columns
-        pause_s -= cost.work_s * cost.work(piece.start, piece.num_columns)
+        room.take(piece)
         if not piece.last and piece.stop not in prompt.points:
             return tuple(pieces), 0
-    return tuple(pieces), cost.columns_within(0, pause_s, columns)
+        if limits.goes_on and not piece.last:
+            rest = room.piece(replace(prompt, start=piece.stop))
+            if rest is not None and rest.last and room.has_pages(rest):
+                pieces.append(rest)
+                room.take(rest)
+    return tuple(pieces), room.columns_behind(0)
+
+
+class _Room:
+    """What is left of the bounds of a forward."""
+
+    def __init__(self, limits: ChunkLimits) -> None:
+        self._cost, self._columns, self._pause_s = limits.cost, limits.columns, limits.pause_s
+        self._pages = inf if limits.pages is None else limits.pages
+
+    def columns_behind(self, start: int) -> int:
+        """Columns that a piece may have behind so many tokens."""
+        return self._cost.columns_within(start, self._pause_s, self._columns)
+
+    def piece(self, prompt: PromptView, *, least: int = 0) -> Piece | None:
+        """The next piece of a prompt; `least` columns are legal whatever they take."""
+        return piece_of(prompt, max(self.columns_behind(prompt.start), least))
+
+    def has_pages(self, piece: Piece) -> bool:
+        """Whether the pages of a piece fit."""
+        return div_ceil(piece.stop, PAGE_TOKENS) <= self._pages
+
+    def take(self, piece: Piece) -> None:
+        """A piece is in the forward."""
+        self._columns -= piece.num_columns
+        self._pause_s -= self._cost.work_s * self._cost.work(piece.start, piece.num_columns)
+        self._pages -= div_ceil(piece.stop, PAGE_TOKENS)
 
 
 class ChunkClock:

@@ -76,7 +76,7 @@ class RoundLoop:
         self._rank, self._frontend, self._clock, self._on_end = rank, frontend, clock, on_end
         self.grammars = Grammars(frontend, rank.spec.vocab_size)
         self._max_context = capacity.max_context
-        self._prefill = PrefillQueue(rank.spec, plan, config.decode_gap_ms / 1e3)
+        self._prefill = PrefillQueue(rank.spec, plan, config.decode_gap_ms, goes_on=rank.goes_on)
         self._timeout_s = config.pending_timeout_s
         self._waiting: deque[Job] = deque()
         self._lanes: list[Job | None] = [None] * plan.num_rows
@@ -319,7 +319,7 @@ class RoundLoop:
         """A piece is ordered; behind it the prompt may have ended."""
         assert job.sequence is not None
         self.cache.commit(job.sequence, piece.stop)
-        self._rank.set_pages(piece.lane, job.sequence.pages)
+        self._rank.settle_piece(piece.lane)
         self.stats.prefill_tokens += piece.num_columns
         if piece.last:
             self._prefill.jobs.remove(job)

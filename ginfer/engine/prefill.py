@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from typing import TYPE_CHECKING
 
 from ginfer.engine.chunk_plan import ChunkClock, ChunkCost, ChunkLimits, PromptView
@@ -25,12 +26,16 @@ _FIXED_S, _WORK_S = 0.005, 100e-6  # a first guess; one chunk corrects it
 class PrefillQueue:
     """Jobs in prefill, in the order of their entry, and the limits of their next chunk.
 
-    plan: what one forward can hold. pause_s: the longest pause of decode that a chunk may cause.
+    plan: what one forward can hold. pause_ms: the longest pause of decode that a chunk may cause.
+    goes_on: see ChunkLimits.
     """
 
-    def __init__(self, spec: ModelSpec, plan: MemoryPlan, pause_s: float) -> None:
+    def __init__(
+        self, spec: ModelSpec, plan: MemoryPlan, pause_ms: float, *, goes_on: bool = False
+    ) -> None:
         self.jobs: list[Job] = []
-        self._pause_s, self._most = pause_s, plan.max_columns
+        self._goes_on = goes_on
+        self._pause_s, self._most = pause_ms / 1e3, plan.max_columns
         packed = plan.kv is not KvCodec.BF16
         self._pages = plan.max_pages_per_row + plan.num_rows if packed else None
         self._clock = ChunkClock(ChunkCost(_FIXED_S, _WORK_S, pair_share(spec)))
@@ -47,10 +52,12 @@ class PrefillQueue:
 
     def limits(self, *, decoding: bool) -> ChunkLimits:
         """Bounds of the next chunk; `decoding`: beside rows that decode."""
-        if not decoding:
-            return ChunkLimits(columns=self._most, cost=self._clock.cost, pages=self._pages)
         return ChunkLimits(
-            columns=self._most, cost=self._clock.cost, pages=self._pages, pause_s=self._pause_s
+            columns=self._most,
+            cost=self._clock.cost,
+            pages=self._pages,
+            pause_s=self._pause_s if decoding else inf,
+            goes_on=self._goes_on,
         )
 
     def chunk_beside(self, num_tokens: int) -> int:

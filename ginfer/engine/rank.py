@@ -104,6 +104,7 @@ class Rank:
         self._ahead: Drafted | None = None  # drafts that no round has verified
         per_lane = 2 if self.runs_ahead or plan.max_recorded else 1
         assert plan.num_slots >= per_lane * num_lanes, "a lane lacks its second slot"
+        self.goes_on = per_lane == 2 and not _has_rings(backend)
         self.frontier = np.zeros(num_lanes, np.int32)
         self._ordered = np.zeros(num_lanes, np.int32)
         self._rope_delta = np.zeros(num_lanes, np.int32)
@@ -142,9 +143,14 @@ class Rank:
         return int(self._ordered[lane])
 
     def prefill(self, pieces: tuple[Piece, ...]) -> Flight:
-        """Order one chunk, a piece of each of its prompts. States stay in their slots and are
-        settled at once. The prompts that it ends want their first token drawn."""
+        """Order one chunk, a piece of each of its prompts, or two. States are settled at once; they
+        stay in their slots, but the second piece of a prompt leaves the state before it there and
+        writes the partner. The prompts that it ends want their first token drawn."""
         lanes = np.array([piece.lane for piece in pieces], np.int32)
+        again = np.flatnonzero(lanes[1:] == lanes[:-1]) + 1
+        state_in = self._slots[lanes]
+        state_out = state_in.copy()
+        state_out[again] = self._partners(state_in[again])
         stops = np.array([piece.stop for piece in pieces], np.int32)
         row_indptr = np.cumsum([0, *(piece.num_columns for piece in pieces)], dtype=np.int32)
         ends = np.flatnonzero([piece.last for piece in pieces])
@@ -160,16 +166,24 @@ class Rank:
             ),
             positions=np.concatenate([_positions(self._prompt(p.lane), p) for p in pieces], axis=1),
             row_indptr=row_indptr,
-            starts=self._ordered[lanes],
+            starts=np.array([piece.start for piece in pieces], np.int32),
             page_table=self._page_table(lanes, int(stops.max())),
-            state_in=self._slots[lanes],
-            state_out=self._slots[lanes],
+            state_in=state_in,
+            state_out=state_out,
             selection=selection,
         )
         hidden = self._order(lanes, batch, stops)
         self._keep_context(batch)
         self.frontier[lanes] = stops
         return Flight(drawn, batch, stops[ends], batch.state_out[ends], hidden)
+
+    def settle_piece(self, lane: int) -> None:
+        """A piece of a lane is ordered, and its snapshot taken: the cache may have exchanged pages,
+        and the state is where the chunk leaves it."""
+        sequence = self._sequences[lane]
+        assert sequence is not None
+        self.set_pages(lane, sequence.pages)
+        sequence.state_slot = int(self._slots[lane])
 
     def _prompt(self, lane: int) -> PreparedPrompt:
         request = self._requests[lane]
@@ -376,6 +390,11 @@ def _of_lanes(lanes: tuple[int, ...]) -> tuple[I32, I32, I32, I32]:
     a backend sees that it has them."""
     rows, indptr = np.array(lanes, np.int32), np.arange(len(lanes) + 1, dtype=np.int32)
     return rows, ~rows, indptr, indptr[:-1]
+
+
+def _has_rings(backend: Backend) -> bool:
+    """Whether a slot also holds what a drafter knows, which stays behind where the state moves."""
+    return backend.speculation is not None and backend.speculation.max_drafts > 0
 
 
 def _positions(prompt: PreparedPrompt, piece: Piece) -> I32:

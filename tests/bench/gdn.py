@@ -92,7 +92,7 @@ class Prompt:
         """All of the layer but its linear operators."""
         self.convolve()
         inputs = GdnInputs(self.convolved.data_ptr(), self.mix.data_ptr(), self.ab.data_ptr())
-        tables = (self.rows, self.layer, self.chunks)
+        tables = ((self.rows,), self.layer, self.chunks)
         gdn_chunks(self.queue, self.out.data_ptr(), inputs, T=self.T, tables=tables)
 
 

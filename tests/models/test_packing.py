@@ -98,7 +98,34 @@ def test_a_prompt_waits_for_the_state_that_another_leaves():
         assert [run.started.cached_tokens for run in runs] == [0, 256, 256, 256]
         others = [make_request(random_prompt(rng, 100)) for _ in range(4)]
         _, chunks = together(engine, others)
-        assert chunks == 2  # to the snapshots of all, to their ends
+        assert chunks == 1  # over the snapshots of all to their ends
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["at-once", "ahead"])
+def test_what_is_left_behind_a_snapshot_goes_on_in_the_same_chunk(ahead):
+    rng = np.random.default_rng(8)
+    starts = [rng.integers(0, 4096, n) for n in (100, 645, 64, 129, 30)]
+    sampling = {"temperature": 1.0, "seed": 8, "logprobs": 2}
+
+    def turns(*more):
+        prompts = (ids_prompt([*start, *more]) for start in starts)
+        return [make_request(prompt, 6, sampling=sampling) for prompt in prompts]
+
+    with open_demo(max_context=2048, ahead=ahead, decode_gap_ms=60_000) as engine:
+        prefill, found, counts = engine._loop._prefill, [], []
+        assert prefill._goes_on
+        for goes_on in (False, True):
+            prefill._goes_on = goes_on
+            engine.between_rounds(lambda cache, _: cache.clear())
+            first, chunks = together(engine, turns())
+            second, _ = together(engine, turns(1, 2, 3))
+            hits = [run.started.cached_tokens for run in second]
+            found.append([values(run) for run in (*first, *second)])
+            assert hits == [64, 640, 0, 128, 0]
+            counts.append(chunks)
+            engine.check_integrity()
+        assert found[0] == found[1]
+        assert counts == [2, 1]
 
 
 def test_decode_goes_on_beside_a_long_prompt_in_small_chunks():

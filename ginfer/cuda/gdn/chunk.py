@@ -62,7 +62,7 @@ from ginfer.cuda.runtime.queue import starts_early
 from ginfer.sizes import align_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from ginfer.cuda.gdn.conv import Rows
     from ginfer.cuda.gdn.step import GdnInputs, GdnLayer
@@ -352,10 +352,11 @@ def gdn_chunks(
     inputs: GdnInputs,
     *,
     T: int,
-    tables: tuple[Rows, GdnLayer, Chunks],
+    tables: tuple[Sequence[Rows], GdnLayer, Chunks],
 ) -> None:
-    """out [T, HV V] BF16, row-major; slots state_in are read, state_out written."""
-    rows, layer, at = tables
+    """out [T, HV V] BF16, row-major; slots state_in are read, state_out written, by one run of rows
+    after the other."""
+    runs, layer, at = tables
     heads = (layer.HK, layer.HV)
     queue.launch(
         gdn_prepare_kernel(queue.early),
@@ -363,10 +364,12 @@ def gdn_chunks(
         *(at.within, inputs.convolved, inputs.ab, layer.gates, at.chunks, *heads),
     )
     warps, stages = form_of(queue.image.capability)
-    queue.launch(
-        gdn_chunk_kernel(warps, stages, queue.early),
-        (rows.B * layer.HV * WIDTH // (16 * warps),),
-        *(at.results, inputs.convolved, at.within, at.chunks, at.indptr, layer.state),
-        *(rows.state_in, rows.state_out, *heads),
-    )
+    for rows in runs:
+        indptr = at.indptr + 4 * rows.first
+        queue.launch(
+            gdn_chunk_kernel(warps, stages, queue.early),
+            (rows.B * layer.HV * WIDTH // (16 * warps),),
+            *(at.results, inputs.convolved, at.within, at.chunks, indptr, layer.state),
+            *(rows.state_in, rows.state_out, *heads),
+        )
     gated_norm(queue, out, at.results, inputs.mix, T=T, layer=layer)

@@ -185,13 +185,14 @@ def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
 @dataclass(frozen=True)
 class Rows:
     """Device addresses of indptr [B + 1] and slots read and written [B], all u32; B; the most
-    columns of a row."""
+    columns of a row; how many rows of the batch lie before these, in kernels that have ended."""
 
     indptr: int
     state_in: int
     state_out: int
     B: int
     longest: int
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def conv(queue: Queue, y: int, mix: int, *, rows: Rows, channels: Channels) -> N
     state_out."""
     tables = (rows.indptr, rows.state_in, rows.state_out)
     addresses, sizes = (y, mix, channels.taps, channels.history, *tables), (channels.X, channels.W)
-    if rows.longest > PIECE:
+    if rows.longest > PIECE or rows.first:  # the other kernel reads a history while it is written
         blocks, pieces = div_ceil(channels.X, WIDE * THREADS), div_ceil(rows.longest, PIECE)
         item, grid = conv_prefill_kernel(queue.early), (rows.B * pieces * blocks,)
         queue.launch(item, grid, *addresses, *sizes, pieces, blocks)

@@ -101,8 +101,10 @@ def pair(monkeypatch):
 def test_prompts_and_rounds_equal_the_cpu_image_within_bf16(pair):
     spec, *images = pair
     pages = [[2, 1], [0, 3]]
+    prompt = batch(Phase.PREFILL, [5, 9, 200, 31], [3, 1], [0, 3], pages[:1] * 2)
+    one_slot = np.zeros(2, np.int32)  # so that the second row goes on from the first
     batches = (
-        batch(Phase.PREFILL, [5, 9, 200, 31], [4], [0], pages[:1]),
+        replace(prompt, state_in=one_slot, state_out=one_slot),
         batch(Phase.DECODE, [17, 40], [1, 1], [4, 0], pages),
         batch(Phase.DECODE, [~1, ~0], [1, 1], [5, 1], pages),
     )

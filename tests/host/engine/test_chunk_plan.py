@@ -41,6 +41,20 @@ def test_a_prompt_follows_where_the_one_before_takes_a_snapshot():
     assert plan_chunk(prompts, 1024) == (Piece(0, 10, 64, last=False), Piece(1, 0, 10, last=True))
 
 
+def test_the_end_of_a_prompt_goes_on_behind_a_point_where_the_backend_allows_it():
+    prompts = [
+        PromptView(0, 0, 100, points=(64,)),
+        PromptView(1, 0, 250, points=(64, 192)),  # ends two points further
+        PromptView(2, 0, 30),
+    ]
+    first = Piece(0, 0, 64, last=False)
+    more = (Piece(1, 0, 64, last=False), Piece(2, 0, 30, last=True))
+    assert plan_chunk(prompts, 1024, goes_on=True) == (first, Piece(0, 64, 100, last=True), *more)
+    assert plan_chunk(prompts, 1024) == (first, *more)
+    assert plan_chunk(prompts[:1], 64, goes_on=True) == (first,)
+    assert plan_chunk(prompts[:1], 1024, goes_on=True, pages=2) == (first,)
+
+
 def test_prompts_share_a_chunk_as_long_as_their_pages_fit():
     prompts = [PromptView(0, 6400, 6500), PromptView(1, 0, 64), PromptView(2, 0, 10)]
     for pages, count in ((1, 1), (102, 1), (103, 2), (104, 3), (None, 3)):
