@@ -328,9 +328,8 @@ def form_of(capability: str) -> tuple[int, int]:
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
     """The form in use, or all."""
-    early = starts_early(capability)
-    forms = [(4, 1), (4, 2), (8, 1)] if every else [form_of(capability)]
-    for warps, stages in forms:
+    early, used = starts_early(capability), form_of(capability)
+    for warps, stages in dict.fromkeys((used, (4, 1), (8, 1)) if every else (used,)):
         yield gdn_chunk_kernel(warps, stages, early)
 
 
