@@ -12,7 +12,7 @@ from ginfer.cuda.runtime.catalog import (
     forgotten_builders,
     kernels_of,
 )
-from ginfer.cuda.runtime.compiler import breaches
+from ginfer.cuda.runtime.compiler import MAX_SHARED_NBYTES, breaches
 from ginfer.cuda.runtime.jit import BUILDERS, CAPABILITIES
 from scripts.compile_all import MAX_CUBINS, table
 
@@ -32,7 +32,10 @@ def test_a_kernel_that_no_image_holds_is_found(monkeypatch):
 def test_images_are_small_and_part_of_the_full_matrix(capability):
     items = kernels_of(capability)
     assert len(items) <= MAX_CUBINS
-    assert set(items) <= set(kernels_of(capability, every=True))
+    every = kernels_of(capability, every=True)
+    assert set(items) <= set(every)
+    needs = {item.name: item.build().shared_nbytes for item in every}
+    assert {n: k for n, k in needs.items() if k > MAX_SHARED_NBYTES[capability]} == {}
 
 
 @pytest.mark.parametrize("capability", built_capabilities())
