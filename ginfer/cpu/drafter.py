@@ -138,6 +138,8 @@ class CpuDrafter:
         self._waiting = self._view("waiting", waiting, d.tap_width)
         self._places = np.zeros((2, waiting), np.int32)  # their lanes and tokens
         self._num_waiting, self._follows = 0, False
+        C, layers = d.hidden_size, d.tapped_layers
+        self._parts = {layer: slice(i * C, (i + 1) * C) for i, layer in enumerate(layers)}
         drafts = num_lanes * d.max_drafts
         self._buffers["logits"] = np.zeros(drafts * d.vocab_size, np.float32)
         self.rings = np.zeros((d.num_layers, num_lanes, 2, d.ring_tokens, d.kv_width), np.uint16)
@@ -165,9 +167,9 @@ class CpuDrafter:
 
     def tap(self, hidden: F32, layer_idx: int) -> None:
         """Take the stream behind a layer of the target, [T, C], if it is tapped."""
-        if layer_idx in self._spec.tapped_layers:
-            C, at = self._spec.hidden_size, self._spec.tapped_layers.index(layer_idx)
-            self._taps(len(hidden))[:, at * C : (at + 1) * C] = hidden
+        part = self._parts.get(layer_idx)
+        if part is not None:
+            self._taps(len(hidden))[:, part] = hidden
 
     def _taps(self, T: int) -> F32:
         """Where the taps of the last forward lie, [T, tap width]."""
@@ -183,9 +185,9 @@ class CpuDrafter:
 
     def follow(self, lanes: I32, tokens: I32) -> None:
         """Make all columns of the last forward context of their lanes, token by token."""
-        first, self._num_waiting = self._num_waiting, self._num_waiting + len(lanes)
-        self._places[:, first : self._num_waiting] = lanes, tokens
-        self._follows = False
+        first, last = self._num_waiting, self._num_waiting + len(lanes)
+        self._places[0, first:last], self._places[1, first:last] = lanes, tokens
+        self._num_waiting, self._follows = last, False
 
     def extend(self, columns: I32, lanes: I32, tokens: I32) -> None:
         """Make columns of the last forward context of their lanes. All: [n] int32; tokens: indices

@@ -96,8 +96,8 @@ class CpuSpeculation:
 
     def begin(self, batch: ForwardBatch, rows: Rows) -> None:
         """A forward begins."""
-        self._rows, self._used = rows, np.diff(batch.row_indptr)
-        self._held, self._known = self._used.copy(), np.zeros_like(self._used)
+        self._rows, self._used = rows, batch.row_indptr[1:] - batch.row_indptr[:-1]
+        self._held, self._known = self._used, np.zeros(batch.num_rows, np.int32)
         self._follows = batch.phase is Phase.DECODE and not batch.record
         if self._drafter is not None:
             self._drafter.begin(batch.num_columns, follows=self._follows)
@@ -174,9 +174,11 @@ class CpuSpeculation:
         if self._drafter is not None:
             if self._follows and columns is None:
                 self._drafter.follow(batch.state_out % self._lanes, batch.starts)
+                self._known = wanted
             else:
                 self._extend(self._drafter, batch, wanted)
-            self._follows, self._known = False, np.maximum(self._known, wanted)
+                self._known = np.maximum(self._known, wanted)
+            self._follows = False
 
     def catch_up(self) -> None:
         """Have all drafter context in the rings, before they move."""

@@ -75,10 +75,12 @@ class RoundCosts:
 
     def observe(self, num_rows: int, num_columns: int, seconds: float, *, drafter: bool) -> None:
         """A round took so long."""
-        plain = num_columns == num_rows
-        factor = self._rows[num_rows] if plain else self._verify[num_rows, drafter]
-        expected = self.round_s(num_rows, num_columns, drafter=drafter) / factor.value
-        factor.observe(seconds / expected)
+        expected = self._table.round_s(num_rows, num_columns, drafter=drafter)
+        rows = self._rows[num_rows]
+        if num_columns == num_rows:
+            rows.observe(seconds / expected)
+        else:
+            self._verify[num_rows, drafter].observe(seconds / (expected * rows.value))
 
     def known(self, num_rows: int) -> bool:
         """Whether enough plain rounds of so many rows were measured to compare others with them."""

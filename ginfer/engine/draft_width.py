@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from ginfer.engine.cost_table import RoundCosts
 
-LOSS = 0.012  # of a request's time that drafts of an origin may waste
+LOSS = 0.01  # of a request's time that drafts of an origin may waste
 CREDIT_ROUNDS = 16  # plain rounds that count as time before they have passed
 KEEP = 0.03  # a new plan must promise this much more than the widths of the last round
 TRIAL = 3  # drafts of a trial
@@ -107,6 +107,14 @@ class DraftWidths:
         plan = self._with_trial(best, gains, offers)
         self.tried = next((key for key in plan if plan[key] and not best[key]), None)
         return plan
+
+    def pass_round(self, offers: Mapping[int, Offer]) -> None:
+        """A plain round of these requests went by."""
+        share = self._costs.plain_s(len(offers)) / len(offers)
+        for key, offer in offers.items():
+            row = self._row(key)
+            row.elapsed_s += share
+            row.widths[offer.origin] = 0
 
     def record(
         self, offers: Mapping[int, Offer], widths: Mapping[int, int], accepted: Mapping[int, int]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 WINDOW = 7  # drafts of a copy that has not proved itself, where there is no drafter
 PATIENCE, SELDOM = 8, 4  # rounds without a match before a look-up that delays comes seldom
+PAUSE = 8  # rounds from a plan in which no drafts of the drafter are worth it to the next one
 INLINE_TOKENS = 4096  # longest prompt that is indexed at once; longer ones beside the rounds
 
 
@@ -59,6 +60,7 @@ class Drafting:
         self._misses: dict[int, int] = {}  # rounds without a match in a row
         self._offers: dict[int, Offer] = {}  # of the last plan
         self._ahead: tuple[int, ...] = ()  # lanes whose drafts no plan has taken
+        self._futile, self._pause = dict[int, Origin](), 0  # what was not worth it, rounds to go
         self._read: tuple[float, int, dict[int, Origin]] | None = None  # time, chunks, who drafted
         self._indexer = ThreadPoolExecutor(1, "ginfer-index")
 
@@ -100,16 +102,17 @@ class Drafting:
 
     def _plan(self, jobs: Sequence[Job]) -> DraftPlan | None:
         rows, began = len(jobs), perf_counter()
-        may = {job.lane: self.widths.may_draft(job.lane, Origin.COPY, rows) for job in jobs}
-        copies = {job.lane: self._copy(job) if may[job.lane] else [] for job in jobs}
+        may = self.widths.may_draft
+        searched = {job.lane: Origin.COPY for job in jobs if may(job.lane, Origin.COPY, rows)}
+        copies = {job.lane: self._copy(job) if job.lane in searched else [] for job in jobs}
         self._offers = {job.lane: self._offer(job, copies[job.lane]) for job in jobs}
         found = perf_counter()
         worth = {
             lane: offer.origin
             for lane, offer in self._offers.items()
-            if offer.limit and self.widths.may_draft(lane, offer.origin, rows)
+            if offer.limit and may(lane, offer.origin, rows)
         }
-        widths = self.widths.plan(self._offers) if worth and self.costs.known(rows) else {}
+        widths = self._widths(worth) if worth and self.costs.known(rows) else {}
         if any(widths.values()):
             return DraftPlan(
                 lanes=tuple(widths),
@@ -117,10 +120,20 @@ class Drafting:
                 copies=tuple(copies[lane][: widths[lane]] for lane in widths),
             )
         if self._delays:
-            searched = {lane: Origin.COPY for lane, yes in may.items() if yes}
             self.widths.charge(searched, found - began)
             self.widths.charge(worth, perf_counter() - found)
         return None
+
+    def _widths(self, worth: dict[int, Origin]) -> dict[int, int]:
+        """Widths of a round. Where the drafter was not worth it, little has changed a round later:
+        it is asked again after a pause."""
+        self._pause -= 1
+        if self._pause > 0 and worth == self._futile:
+            return {}
+        widths = self.widths.plan(self._offers)
+        if Origin.COPY not in worth.values() and not any(widths.values()):
+            self._futile, self._pause = worth, PAUSE
+        return widths
 
     def _copy(self, job: Job) -> list[int]:
         """What followed the last tokens of a request where they occurred before."""
@@ -174,16 +187,16 @@ class Drafting:
         """A decode round was read that accepted so many drafts of each row."""
         plan = done.flight.plan
         self._time(done)
-        lanes = tuple(self._offers)
-        given = dict.fromkeys(lanes, 0) if plan is None else dict(zip(plan.lanes, plan.widths))
-        taken = dict.fromkeys(lanes, 0) if plan is None else dict(zip(plan.lanes, accepted))
+        if plan is None:
+            self.widths.pass_round(self._offers)
+            return
+        given, taken = dict(zip(plan.lanes, plan.widths)), dict(zip(plan.lanes, accepted))
         self.widths.record(self._offers, given, taken)
-        if plan is not None:
-            origins = [self._offers[lane].origin.value for lane in plan.lanes]
-            self._stats.drafts(origins, plan.widths, accepted, wide=WINDOW)
-            for job, width, count in zip(done.jobs, plan.widths, accepted, strict=True):
-                job.draft_tokens += width
-                job.accepted_tokens += count
+        origins = [self._offers[lane].origin.value for lane in plan.lanes]
+        self._stats.drafts(origins, plan.widths, accepted, wide=WINDOW)
+        for job, width, count in zip(done.jobs, plan.widths, accepted, strict=True):
+            job.draft_tokens += width
+            job.accepted_tokens += count
 
     def _time(self, done: Round) -> None:
         """What a round took since the one before, if that was read and no prompt came between. A
