@@ -89,6 +89,8 @@ class DrafterPair:
         self.tokens = take((1 + most) * LANES * 4, "tokens").array((1 + most, LANES), np.uint32)
         self.columns = take(8 * 128, "columns").array((2, 128), np.int32)
         self.used = take(4 * LANES, "used").array((LANES,), np.int32)
+        shape = (LANES, spec.num_layers, 2, spec.ring_tokens, spec.kv_width)
+        self.rings = take(rings, "rings").array(shape, np.uint16)
         target = Target(
             embedding=self.model.embedding,
             head=self.model.head,
@@ -96,7 +98,7 @@ class DrafterPair:
             hidden=self.hidden.address,
             logits=take(logits, "logits").address,
             tokens=self.tokens.address,
-            rings=take(rings, "rings").address,
+            rings=self.rings.address,
             used=self.used.address,
         )
         self.cuda = Drafting(spec, weights, queue=queue, num_sms=num_sms)
@@ -121,6 +123,31 @@ class DrafterPair:
         kept = [c for n, c in zip(used, batch.row_indptr) for c in range(c, c + n)]
         kept = np.array(kept, np.int32)
         self.cpu.extend(kept, lanes[kept], token[kept])
+
+    def follow(self, rows, *, waits=True):
+        """A plain round of random streams: (lane, token) each. waits: its columns are set aside."""
+        batch, lanes, token = _batch(Phase.DECODE, [(lane, at, 1, 1) for lane, at in rows])
+        table = np.zeros((2, 128), np.int32)
+        table[:, : len(rows)] = np.arange(len(rows)), token
+        self.columns.write(table)
+        self._run(batch)
+        self.cuda.keep(batch, None if waits else np.ones(len(rows), np.int32))
+        self.queue.stream.synchronize()
+        self.cpu.extend(np.arange(len(rows), dtype=np.int32), lanes, token)
+
+    def check_that_waiting_changes_nothing(self, lanes, start, count):
+        """Rounds whose columns are set aside, and the same rounds whose are not."""
+        kept = []
+        for waits in (False, True):
+            self.rings.write(np.zeros(self.rings.shape, np.uint16))
+            self.rng = np.random.default_rng(1)
+            for step in range(count):
+                self.follow([(lane, start + step) for lane in lanes], waits=waits)
+            self.cuda.catch_up()
+            self.queue.stream.synchronize()
+            kept.append(self.rings.read())
+        assert kept[0].any(axis=-1).sum() == len(lanes) * count * 2 * self.spec.num_layers
+        assert (kept[0] == kept[1]).all()
 
     def extend_prompt(self, rows):
         """Prompts: (lane, first token, columns) each."""

@@ -334,25 +334,31 @@ class CudaBackend:
         self._device.use()
         self._slots.clear(slot)
 
+    def _use_slots(self) -> None:
+        """Before slots move: the drafter's context lies beside them."""
+        self._device.use()
+        if self.speculation is not None:
+            self.speculation.catch_up()
+
     def copy_slots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent slots, (destination, source) each, one after the other."""
-        self._device.use()
+        self._use_slots()
         for target, source in pairs:
             self._slots.copy(target, source)
 
     def save_state(self, slot: int, units: Sequence[int]) -> None:
         """Copy a recurrent slot to arena units."""
-        self._device.use()
+        self._use_slots()
         self._slots.save(slot, units)
 
     def load_state(self, units: Sequence[int], slot: int) -> None:
         """Copy a snapshot to a recurrent slot."""
-        self._device.use()
+        self._use_slots()
         self._slots.load(units, slot)
 
     def load_parked_state(self, host_units: Sequence[int], slot: int) -> None:
         """Copy a parked snapshot to a recurrent slot."""
-        self._device.use()
+        self._use_slots()
         self._slots.load_parked(host_units, slot)
 
     def copy_page(self, source: int, target: int) -> None:

@@ -213,10 +213,13 @@ class CudaSpeculation:
         if batch.record:
             self._fold(batch, columns)
         if self._drafting is not None:
-            used: I32 | int = np.diff(batch.row_indptr) if columns is None else columns
-            if batch.record and columns is None:
-                used = self._used
+            used = columns if columns is not None else self._used if batch.record else None
             self._drafting.keep(batch, used)
+
+    def catch_up(self) -> None:
+        """Have all drafter context in the rings, before they move."""
+        if self._drafting is not None:
+            self._drafting.catch_up()
 
     def _fold(self, batch: ForwardBatch, columns: I32 | None) -> None:
         counts = self._used

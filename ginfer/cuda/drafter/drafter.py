@@ -2,9 +2,9 @@
 
 The target's forward hands over the streams behind the tapped layers (`tap`). What it has verified
 becomes context (`extend`): one product of all taps, a norm, one product to k and v of all layers,
-the append to the rings. A block of an anchor and masks then proposes drafts for B rows (`propose`),
-between two linear operators one kernel. All of it can be captured: rows, positions, seeds lie in
-tables at fixed addresses.
+the append to the rings. Taps of plain rounds are set aside and become context together. A block of
+an anchor and masks then proposes drafts for B rows (`propose`), between two linear operators one
+kernel. All of it can be captured: rows, positions, seeds lie in tables at fixed addresses.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from ginfer.spec import DrafterSpec
 
 MAX_COLUMNS = 128  # of a block of all rows, and of a decode forward
+MAX_ASIDE = 64  # columns that are set aside
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,8 @@ def buffer_nbytes(d: DrafterSpec, lanes: int) -> dict[str, int]:
     scratch.append(linear_scratch_nbytes(d.vocab_size, C))
     return {
         "taps": T * d.tap_width * 2,
+        "aside": MAX_ASIDE * d.tap_width * 2,
+        "packed": T * d.tap_width * 2,
         "context": T * d.num_layers * 2 * d.kv_width * 2,
         **dict.fromkeys(("hidden", "normed", "mixed", "results"), T * C * 2),
         "coef": T * d.conv_coefficients * 4,
@@ -185,13 +188,22 @@ class Drafter:
         d = self._d
         if layer_idx in d.tapped_layers:
             place = d.tapped_layers.index(layer_idx) * d.hidden_size
-            shape = TapShape(T, d.hidden_size, d.tap_width, fragments=True)
+            shape = TapShape(T, d.hidden_size, d.tap_width, fragments=False)
             tap(self._queue, self._at["taps"], self._target.hidden, place=place, shape=shape)
 
-    def extend(self, columns: ContextColumns, T: int) -> None:
-        """Make of the T columns of the last decode forward those context that are used."""
+    def set_aside(self, first: int, T: int) -> None:
+        """Keep the taps of the T columns of the last decode forward, from place `first` on."""
+        K = self._d.tap_width
+        to, shape = self._at["aside"] + first * K * 2, TapShape(T, K, K, fragments=False)
+        tap(self._queue, to, self._at["taps"], place=0, shape=shape)
+
+    def extend(self, columns: ContextColumns, T: int, *, aside: bool = False) -> None:
+        """Make of the T columns of the last decode forward, or the first T that were set aside,
+        those context that are used."""
         d, w, at = self._d, self._w, self._at
-        self._linear("results", "taps", w.fc, T)
+        packing = TapShape(T, d.tap_width, d.tap_width, fragments=True)
+        tap(self._queue, at["packed"], at["aside" if aside else "taps"], place=0, shape=packing)
+        self._linear("results", "packed", w.fc, T)
         how = RowNorm(d.norm_eps, fragments=True)
         shape = (T, d.hidden_size)
         rms_norm(self._queue, at["normed"], at["results"], w.hidden_norm, shape=shape, how=how)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ginfer.batch import Phase
 from ginfer.cuda.drafter.context import ContextColumns
-from ginfer.cuda.drafter.drafter import Drafter, drafter_nbytes
+from ginfer.cuda.drafter.drafter import MAX_ASIDE, Drafter, drafter_nbytes
 from ginfer.cuda.drafter.prompt import PromptContext, prompt_nbytes
 from ginfer.cuda.runtime.graph import Graph
 from ginfer.cuda.runtime.memory import PinnedBuffer, copy_to_host
@@ -40,6 +40,11 @@ def _table_words(lanes: int) -> dict[str, int]:
     return dict.fromkeys(("ring", "first", "used"), lanes)
 
 
+def _aside_words() -> dict[str, int]:
+    """Of columns that were set aside, each of which is a row of its own."""
+    return dict.fromkeys(("row", "token", "ring", "used"), MAX_ASIDE)
+
+
 def max_tokens(plan: MemoryPlan) -> int:
     """Tokens of a sequence at most."""
     return plan.max_pages_per_row * PAGE_TOKENS
@@ -51,7 +56,7 @@ def drafting_nbytes(d: DrafterSpec, plan: MemoryPlan) -> dict[str, int]:
     return {
         **drafter_nbytes(d, lanes, max_tokens(plan)),
         **prompt_nbytes(d, lanes, plan.max_columns),
-        "drafter rows": tables_nbytes(_table_words(lanes)),
+        "drafter rows": tables_nbytes(_table_words(lanes)) + tables_nbytes(_aside_words()),
     }
 
 
@@ -119,6 +124,9 @@ class Drafting:
             max_columns=plan.max_columns,
         )
         self._rows = Tables(_table_words(lanes), memory, queue.stream)
+        self._aside = Tables(_aside_words(), memory, queue.stream)
+        self._places = np.zeros((2, MAX_ASIDE), np.int32)  # rings and tokens of what is set aside
+        self._num_aside = 0
         self._tokens = target.tokens + 4 * lanes  # of the first drafts
         self._answers = tuple(PendingTokens(self.max_drafts, lanes) for _ in range(2))
 
@@ -146,11 +154,16 @@ class Drafting:
         else:
             self._drafter.tap(layer_idx, T)
 
-    def keep(self, batch: ForwardBatch, used: I32 | int) -> None:
+    def keep(self, batch: ForwardBatch, used: I32 | int | None) -> None:
         """Make columns of the last forward context: of row b its first used[b], nothing where that
-        is not positive; or as many as [B] i32 at an address say. Of prompts all."""
+        is not positive; or as many as [B] i32 at an address say. None: all, of prompts in any case;
+        a plain round leaves it to `catch_up`."""
         if batch.phase is Phase.PREFILL:
+            self.catch_up()
             self._prompt.extend()
+            return
+        if used is None:
+            self._set_aside(batch)
             return
         rows, columns = self._rows, self._columns
         rows.begin()
@@ -163,8 +176,37 @@ class Drafting:
         tables = (columns.row, columns.token, rows["ring"], rows["first"], counts)
         self._drafter.extend(ContextColumns(*tables), batch.num_columns)
 
+    def _set_aside(self, batch: ForwardBatch) -> None:
+        """Have the columns of a plain round wait for others: alone each costs as much as many."""
+        B = batch.num_rows
+        assert batch.num_columns == B
+        if self._num_aside + B > MAX_ASIDE:
+            self.catch_up()
+        n = self._num_aside
+        self._drafter.set_aside(n, B)
+        self._places[0, n : n + B] = batch.state_out % self._lanes
+        self._places[1, n : n + B] = batch.starts
+        self._num_aside = n + B
+
+    def catch_up(self) -> None:
+        """Make context of what was set aside: before rings are read or moved, and before a lane
+        gets another sequence."""
+        n, self._num_aside = self._num_aside, 0
+        if not n:
+            return
+        tables = self._aside
+        tables.begin()
+        tables.fill("row", np.arange(n, dtype=np.int32))
+        tables.fill("token", self._places[1, :n])
+        tables.fill("ring", self._places[0, :n])
+        tables.fill("used", np.ones(n, np.int32))
+        tables.send()
+        names = ("row", "token", "ring", "token", "used")
+        self._drafter.extend(ContextColumns(*(tables[name] for name in names)), n, aside=True)
+
     def draft(self, batch: DraftBatch) -> PendingTokens:
         """Order drafts; they stay with their lanes."""
+        self.catch_up()
         self._drafter.fill(batch)
         graph = self._graphs.get((batch.num_rows, batch.num_drafts))
         if graph is None:
@@ -184,5 +226,6 @@ class Drafting:
         self._drafter.close()
         self._prompt.close()
         self._rows.close()
+        self._aside.close()
         for pending in self._answers:
             pending.close()

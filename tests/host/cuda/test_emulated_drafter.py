@@ -91,6 +91,7 @@ def test_drafts_are_those_of_the_cpu_image(queue):
     for used in (None, [3]):  # known to the host, or to the device alone
         equal, total = pair.check([1], [5], 2, used=used)
         assert equal == total
+    pair.check_that_waiting_changes_nothing([1, 0], 5, 2)
     pair.close()
 
 
