@@ -71,6 +71,7 @@ class Drafting:
     def enter(self, job: Job) -> None:
         """A request has its lane: index its prompt."""
         self.forget(job.lane)
+        self._pause = 0
         prompt = job.request.prompt
         capacity = prompt.num_tokens + job.limit
         if prompt.num_tokens > INLINE_TOKENS:

@@ -4,8 +4,9 @@
 
 The package has a drafter; its weights may be random. Plain decode tells how greedy requests go on.
 Then all kernels of the drafter run, but what they propose is replaced, before it is verified, by so
-many tokens of that continuation and wrong ones behind them: 2.7 tokens a round with every draft
-verified, and none at all with the widths that the engine chooses. Answers must be equal.
+many tokens of that continuation and wrong ones behind them: 2.7 tokens a round, with every draft
+verified or with the widths that the engine chooses (`own27`), and none at all. Answers must be
+equal.
 """
 
 from __future__ import annotations
@@ -156,9 +157,11 @@ def wrong(token: int) -> int:
 
 
 @contextmanager
-def forced(engine: Engine, truth: Answers, accepted: tuple[int, ...]) -> Iterator[None]:
-    """Have an engine draft that. Where something is accepted every row verifies all drafts of the
-    drafter; else the engine chooses widths, and copies of the context are wrong as well."""
+def forced(
+    engine: Engine, truth: Answers, accepted: tuple[int, ...], *, every: bool = False
+) -> Iterator[None]:
+    """Have an engine draft that, without copies of the context or, where nothing is accepted, with
+    wrong ones. every: each row verifies all drafts; else the engine chooses widths."""
     replaced, drafting = Forced(engine, truth, accepted), engine._loop._drafting
     assert drafting is not None
     speculation, widths = engine._rank.backend.speculation, drafting.widths
@@ -172,14 +175,12 @@ def forced(engine: Engine, truth: Answers, accepted: tuple[int, ...]) -> Iterato
 
     with ExitStack() as held:
         held.enter_context(patch.object(speculation, "draft", instead))
-        if any(accepted):
-            held.enter_context(patch.object(drafting, "_copy", lambda job: []))
+        wrongly = lambda job: [] if any(accepted) else [wrong(t) for t in copy(job)]  # noqa: E731
+        held.enter_context(patch.object(drafting, "_copy", wrongly))
+        if every:
             held.enter_context(patch.object(widths, "plan", _all_offered))
             held.enter_context(patch.object(widths, "may_draft", _always))
             held.enter_context(patch.object(drafting, "costs", Mock()))  # nothing is learned
-        else:
-            wrongly = lambda job: [wrong(token) for token in copy(job)]  # noqa: E731
-            held.enter_context(patch.object(drafting, "_copy", wrongly))
         yield
 
 
@@ -293,15 +294,24 @@ class Bench:
         """Forced acceptance against it."""
         with self._open("auto") as engine:
             for rows in ROWS:
-                self._figure(engine, rows, f"spec.forced27.c{rows}.speedup", ACCEPTED)
+                self._figure(engine, rows, f"forced27.c{rows}.speedup", ACCEPTED, every=True)
                 self._parts(engine, rows)
-                self._figure(engine, rows, f"spec.forced0.c{rows}.slowdown", (0,))
+                self._figure(engine, rows, f"own27.c{rows}.speedup", ACCEPTED)
+                self._figure(engine, rows, f"forced0.c{rows}.slowdown", (0,))
             engine.check_integrity()
 
-    def _figure(self, engine: Engine, rows: int, name: str, accepted: tuple[int, ...]) -> None:
+    def _figure(
+        self,
+        engine: Engine,
+        rows: int,
+        name: str,
+        accepted: tuple[int, ...],
+        *,
+        every: bool = False,
+    ) -> None:
         speed, truth = self._plain[rows]
         before = engine.stats()
-        with forced(engine, truth, accepted):
+        with forced(engine, truth, accepted, every=every):
             got, answers = self._best(engine, rows)
         assert answers == truth, "an answer differs from plain decode"
         after = engine.stats()
@@ -309,7 +319,7 @@ class Bench:
         rounds = after["row_rounds"] - before["row_rounds"]
         drafted = sum(after["drafted"].values()) - sum(before["drafted"].values())
         ratio = got / speed if any(accepted) else speed / got
-        self.figures[name.replace(".c1", "")] = (ratio, "ratio")
+        self.figures[f"spec.{name.replace('.c1', '')}"] = (ratio, "ratio")
         print(
             f"{name}: {ratio:.3f} ({got:.1f} tokens/s, {given / rounds:.2f} a round and row, "
             f"{drafted} drafts)",
@@ -319,7 +329,7 @@ class Bench:
     def _parts(self, engine: Engine, rows: int) -> None:
         parts, truth = Parts(engine._rank.backend), self._plain[rows][1]
         requests = requests_of(engine, rows, self._options.context, self._options.tokens)
-        with forced(engine, truth, ACCEPTED), parts.measured():
+        with forced(engine, truth, ACCEPTED, every=True), parts.measured():
             decode(engine, requests)
         found = engine.between_rounds(lambda cache, backend: parts.medians_us())
         for part, us in found.items():
