@@ -1,8 +1,7 @@
-"""Anchors: where the blocks of a draft begin, p[b] = starts[b] + used[rows[b]], without the second
-term for a row of -1.
+"""Anchors: the positions where the blocks of a draft begin, behind an acceptance too.
 
-A draft that follows an acceptance on the stream begins behind the columns that were accepted, which
-only the device knows. Legend: B rows, at most a warp of them.
+p[b] = starts[b] + used[rows[b]], without the second term for a row of -1: how many columns were
+accepted only the device knows when the draft is ordered. Legend: B rows, at most a warp of them.
 """
 
 from __future__ import annotations
