@@ -34,14 +34,14 @@ from tests.speculation_cases import (
 
 @pytest.fixture(scope="module")
 def plain():
-    with open_demo(**ROOMY, spec="none") as engine:
+    with open_demo(**ROOMY, max_concurrency=4, spec="none") as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def drafting():
     """The drafter's drafts, as many as there are."""
-    with open_demo(**ROOMY, package=drafted_demo()) as engine:
+    with open_demo(**ROOMY, max_concurrency=4, package=drafted_demo()) as engine:
         force(engine)
         yield engine
         engine.check_integrity()
@@ -50,7 +50,7 @@ def drafting():
 @pytest.fixture(scope="module")
 def copying():
     """No drafter: copies of the context, as many as there are."""
-    with open_demo(**ROOMY) as engine:
+    with open_demo(**ROOMY, max_concurrency=4) as engine:
         force(engine)
         yield engine
         engine.check_integrity()
@@ -137,7 +137,7 @@ def test_tokens_per_round_are_near_those_of_the_bf16_drafter():
 
 @pytest.mark.parametrize("opens_reasoning", [False, True])
 def test_json_follows_its_schema_and_plain_decode(plain, drafting, copying, opens_reasoning):
-    check_json(plain, (drafting, copying), opens_reasoning)
+    check_json(plain, (drafting, copying), opens_reasoning, QUICK[:2])
 
 
 def test_a_reasoning_budget_is_kept_to_the_token(plain, drafting):
@@ -210,7 +210,7 @@ def test_rounds_that_run_ahead_give_way_to_drafts(plain):
 
 def test_drafts_ordered_before_a_round_is_read_are_those_behind_it(drafting, plain):
     """What was accepted is not known to the host when they are ordered."""
-    with open_demo(ahead=True, **ROOMY, package=drafted_demo()) as engine:
+    with open_demo(ahead=True, **ROOMY, max_concurrency=4, package=drafted_demo()) as engine:
         force(engine)
         speculation, orders = engine._rank.backend.speculation, []
         draft = speculation.draft
