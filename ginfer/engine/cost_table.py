@@ -95,7 +95,7 @@ class RoundCosts:
 
     def plain_s(self, num_rows: int) -> float:
         """Seconds of a plain round."""
-        return self.round_s(num_rows, num_rows, drafter=False)
+        return self._table.plain_round_s[num_rows - 1] * self._rows[num_rows].value
 
     def draft_s(self, num_rows: int) -> float:
         """Seconds of the drafter alone."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 WINDOW = 7  # drafts of a copy that has not proved itself, where there is no drafter
 PATIENCE, SELDOM = 8, 4  # rounds without a match before a look-up that delays comes seldom
 PAUSE = 8  # rounds from a plan in which no drafts of the drafter are worth it to the next one
+NOTHING = Offer(Origin.COPY, 0)
 INLINE_TOKENS = 4096  # longest prompt that is indexed at once; longer ones beside the rounds
 
 
@@ -105,6 +106,9 @@ class Drafting:
         rows, began = len(jobs), perf_counter()
         may = self.widths.may_draft
         searched = {job.lane: Origin.COPY for job in jobs if may(job.lane, Origin.COPY, rows)}
+        if not searched and not self._learned:
+            self._offers = dict.fromkeys((job.lane for job in jobs), NOTHING)
+            return None
         copies = {job.lane: self._copy(job) if job.lane in searched else [] for job in jobs}
         self._offers = {job.lane: self._offer(job, copies[job.lane]) for job in jobs}
         found = perf_counter()
