@@ -141,7 +141,7 @@ def on_device(run, v, V, blocks):
     mask = 0 if v.batch.mask is None else v.batch.mask
     pitch, grid = v.logits.shape[1] * 4, T * blocks
     tables = (v.logits, draws, mask, *bias, counts, v.ids, tokens, V, pitch, blocks)
-    run(selection_keys_kernel(early), grid, raw, adjusted, states, *tables)
+    run(selection_keys_kernel(early), grid, raw, adjusted, states, *tables, 1)
     run(selection_bins_kernel(early), grid, states, raw, adjusted, draws, S, blocks)
     run(selection_sift_kernel(early), grid, states, few, adjusted, draws, S, blocks)
     tables = (adjusted, few, v.logits, draws, counts, V, S, pitch)

@@ -16,7 +16,7 @@ from ginfer.cuda.embedding import embedding_kernel
 from ginfer.cuda.frame import chunks_of
 from ginfer.cuda.gdn.chunk import gdn_chunk_kernel
 from ginfer.cuda.gdn.conv import PIECE, conv_kernel, conv_prefill_kernel
-from ginfer.cuda.gdn.fold import gdn_fold_kernel
+from ginfer.cuda.gdn.fold import HALVES, gdn_fold_kernel
 from ginfer.cuda.gdn.gate import gated_norm_kernel
 from ginfer.cuda.gdn.prepare import WITHIN_NBYTES, gdn_prepare_kernel
 from ginfer.cuda.gdn.step import gdn_step_kernel
@@ -175,7 +175,7 @@ def gdn_fold(run, layers, convolved, columns):
     convolved, ab = np.stack(convolved), stack("ab")
     run(
         gdn_fold_kernel(run.early),
-        len(layers) * len(it.state_in) * it.HV,
+        len(layers) * len(it.state_in) * it.HV * HALVES,
         *(state, history, stack("gates"), mix, convolved, ab),
         *(it.indptr, it.state_in, it.state_out, np.array(columns, np.int32)),
         *(it.mix.shape[1], mix[0].nbytes, convolved[0].nbytes, ab[0].nbytes),
@@ -275,7 +275,11 @@ def run_selection(run, logits, batch, counts, V):
     mask = 0 if batch.mask is None else batch.mask
     pitch = logits.shape[1] * 4
     tables = (logits, draws, mask, *bias, counts, 0, 0, V, pitch, 2)
-    run(selection_keys_kernel(early), R * 2, raw, adjusted, states, *tables)
+    best, unkept = states.copy(), raw.copy()
+    run(selection_keys_kernel(early), R * 2, unkept, adjusted, best, *tables, 0)
+    run(selection_keys_kernel(early), R * 2, raw, adjusted, states, *tables, 1)
+    assert (best == states).all()
+    assert (unkept[np.diff(batch.bias_indptr) == 0] == 0xFFFFFFFF).all()
     run(selection_bins_kernel(early), R * 2, states, raw, adjusted, draws, S, 2)
     run(selection_sift_kernel(early), R * 2, states, few, adjusted, draws, S, 2)
     tables = (adjusted, few, logits, draws, counts, V, S, pitch)

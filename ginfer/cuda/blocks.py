@@ -201,7 +201,7 @@ class Blocks:
             self._linear_rows(rows, results)
             return
         self._norm(norm, T, phase)
-        for y, matrix, epilogue in results:
+        for y, matrix, epilogue in reversed(results):  # the weights of the large one hide the small
             self._linear(y, b.normed, matrix, epilogue=epilogue, T=T, phase=phase)
 
     def _linear_rows(self, rows: NormedRows, results: tuple[Result, ...]) -> None:

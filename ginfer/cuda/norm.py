@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from numba import cuda, float32, int64, uint32
 
-from ginfer.cuda.lib.fragment import pair_store, tiles_of
+from ginfer.cuda.lib.fragment import eight_store, tiles_of
 from ginfer.cuda.lib.numeric import (
     block_sum,
     follow_late,
@@ -31,7 +31,6 @@ from ginfer.cuda.lib.ptx import (
     mul_rn_f32,
     rsqrt_approx,
     shared_address,
-    st_global_u32x4,
 )
 from ginfer.cuda.runtime.jit import Build, kernel
 from ginfer.cuda.runtime.queue import starts_early
@@ -80,7 +79,7 @@ def normed_pair(low, high, inv, f_low, f_high):
 @kernel(*(int64,) * 4, *(uint32,) * 3, float32)
 def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     """Arguments y, x, w, columns (0: t itself), C, first, rest, eps. A block takes one row."""
-    (start, wait), store = follow_late(early), pair_store(fragments)
+    (start, wait), store = follow_late(early), eight_store(fragments)
     warps, held_words, held_factors = THREADS // 32, 4 * HELD, 8 * HELD
 
     @cuda.jit(device=True, inline="always")
@@ -90,12 +89,7 @@ def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
         for i in range(4):
             k = p + 2 * i
             pairs[i] = normed_pair(v[2 * i], v[2 * i + 1], inv, f[k], f[k + 1])
-        if fragments:
-            for i in range(4):
-                store(y, token, uint32(c + uint32(2 * i)), C, first, rest, pairs[i])
-        else:
-            to = y + (int64(token) * int64(C) + int64(c)) * 2
-            st_global_u32x4(to, pairs[0], pairs[1], pairs[2], pairs[3])
+        store(y, token, c, C, first, rest, pairs)
 
     @cuda.jit(fastmath=True, launch_bounds=THREADS)
     def rms_norm(y, x, w, columns, C, first, rest, eps):

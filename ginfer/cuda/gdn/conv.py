@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 TAPS = 4
 THREADS = 128
 PIECE = 32  # columns
+SOON = 8  # columns that a thread of short rows reads at a time
+BESIDE = 9  # blocks of short rows on a multiprocessor: registers that leave room beside a linear
 WIDE, AT_ONCE = 8, 4  # channels of a thread of prefill, columns that it reads at a time
 RESIDENT = 5  # blocks of prefill on a multiprocessor: 2,048 columns of 10,240 channels at a time
 
@@ -59,9 +61,9 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
     [slots][taps - 1][X] BF16 of the layer."""
     start, wait = follow_late(early)
 
-    @cuda.jit(fastmath=True, launch_bounds=THREADS)
+    @cuda.jit(fastmath=True, launch_bounds=(THREADS, BESIDE))
     def conv(y, mix, taps, history, indptr, state_in, state_out, X, W, blocks):
-        w = cuda.local.array(8, float32)
+        w, e = cuda.local.array(8, float32), cuda.local.array(SOON, uint32)
         start()
         row = div_u32(uint32(cuda.blockIdx.x), blocks)
         block = uint32(uint32(cuda.blockIdx.x) - row * blocks)
@@ -80,16 +82,22 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
                 at = taps + (int64(k) * int64(X) + int64(c)) * 4
                 w[2 * k], w[2 * k + 1] = ld_global_f32(at), ld_global_f32(at + 4)
             wait()
+            source, to = mix + (t * int64(W) + int64(c)) * 2, y + (t * int64(X) + int64(c)) * 2
             while t < end:
-                e = ld_global_u32(mix + (t * int64(W) + int64(c)) * 2)
-                low = fma_f32(w[2], low_f32(b), w[0] * low_f32(a))
-                low = fma_f32(w[6], low_f32(e), fma_f32(w[4], low_f32(d), low))
-                high = fma_f32(w[3], high_f32(b), w[1] * high_f32(a))
-                high = fma_f32(w[7], high_f32(e), fma_f32(w[5], high_f32(d), high))
-                to = y + (t * int64(X) + int64(c)) * 2
-                st_global_u32(to, pack_bf16(silu(low), silu(high)))
-                a, b, d = b, d, e
-                t += 1
+                for i in range(SOON):
+                    if t + i < end:
+                        e[i] = ld_global_u32(source)
+                    source += int64(W) * 2
+                for i in range(SOON):
+                    if t + i < end:
+                        low = fma_f32(w[2], low_f32(b), w[0] * low_f32(a))
+                        low = fma_f32(w[6], low_f32(e[i]), fma_f32(w[4], low_f32(d), low))
+                        high = fma_f32(w[3], high_f32(b), w[1] * high_f32(a))
+                        high = fma_f32(w[7], high_f32(e[i]), fma_f32(w[5], high_f32(d), high))
+                        st_global_u32(to, pack_bf16(silu(low), silu(high)))
+                        a, b, d = b, d, e[i]
+                    to += int64(X) * 2
+                t += SOON
             st_global_u32(new + int64(c) * 2, a)
             st_global_u32(new + (int64(X) + int64(c)) * 2, b)
             st_global_u32(new + (int64(X) * 2 + int64(c)) * 2, d)

@@ -4,7 +4,8 @@ Verification leaves state_in as it is, and records what each layer's recurrence 
 convolved channels and gate inputs of every column. The fold replays the first columns of a row from
 state_in to state_out with the device functions of the step, so the state is bit for bit that of
 decoding them one by one. The history becomes the last three raw columns. A block takes a layer, a
-row and a value head; the first head of a key head moves the history of its query and key too.
+row and half of the columns of a value head's S, which need nothing of each other; the first block
+of a key head moves the history of its query and key too.
 
 Legend as in `gdn.step`; L GDN layers. Records: mix [L][T][W], convolved [L][T][X] BF16, ab [L][T]
 [2 HV] FP32, a layer's part strides apart.
@@ -23,7 +24,7 @@ from ginfer.cuda.gdn.recurrence import (
     GATES,
     HELD,
     PLACE_NBYTES,
-    THREADS,
+    WARPS,
     WIDTH,
     difference,
     load_column,
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
     from ginfer.cuda.runtime.queue import Queue
 
+HALVES = 2
+THREADS = WARPS * 32 // HALVES  # small blocks: some read while others compute and write
 LEFT = 0xFFFFFFFF  # columns of a row whose slot stays as it is
 WORDS = WIDTH // 2  # of a head in a raw column
 
@@ -64,7 +67,7 @@ def gdn_fold_kernel(early: int):  # type: ignore[no-untyped-def]
     FP32. columns: [B] u32, of each row, LEFT to leave its slot alone.
     """
     (start, wait), place_words = follow_late(early), AHEAD * PLACE_NBYTES // 4
-    resident = 2 if early else 1  # as in the step
+    resident = 2 * HALVES if early else HALVES  # as in the step
 
     @cuda.jit(device=True, inline="always")
     def move_history(new, old, raw, W, count, X, thread):
@@ -99,10 +102,12 @@ def gdn_fold_kernel(early: int):  # type: ignore[no-untyped-def]
         places = shared_address(cuda.shared.array(place_words, float32))
         s, p = cuda.local.array(HELD, float32), cuda.local.array(4, float32)
         start()
-        thread = uint32(cuda.threadIdx.x)
+        thread, half = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x & uint32(HALVES - 1))
         warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
-        item = div_u32(uint32(cuda.blockIdx.x), HV)
-        h = uint32(uint32(cuda.blockIdx.x) - item * HV)
+        whole = uint32(half * uint32(THREADS) + thread)  # of the threads of a head
+        head = uint32(cuda.blockIdx.x >> uint32(HALVES - 1))
+        item = div_u32(head, HV)
+        h = uint32(head - item * HV)
         layer = div_u32(item, B)
         row = uint32(item - layer * B)
         group = div_u32(HV, HK)
@@ -111,12 +116,11 @@ def gdn_fold_kernel(early: int):  # type: ignore[no-untyped-def]
         first_slot = int64(layer) * int64(slots)
         read = first_slot + int64(ld_global_u32(row_of_32(state_in, row)))
         written = first_slot + int64(ld_global_u32(row_of_32(state_out, row)))
-        share = int64(h) * (WIDTH * WIDTH * 4) + offset_in_head(thread)
+        share = int64(h) * (WIDTH * WIDTH * 4) + offset_in_head(whole)
         slot_nbytes = int64(HV) * (WIDTH * WIDTH * 4)
         load_state(s, state + read * slot_nbytes + share)
         first = int64(ld_global_u32(row_of_32(indptr, row)))
         rows = uint32(places + (lane >> uint32(2)) * uint32(16))
-        mine = uint32(places + warp * uint32(PLACE_NBYTES))
         gates += int64(layer) * int64(HV) * 8
         mix += int64(layer) * mix_nbytes + first * W * 2
         convolved += int64(layer) * convolved_nbytes + first * X * 2
@@ -125,10 +129,12 @@ def gdn_fold_kernel(early: int):  # type: ignore[no-untyped-def]
         count = ld_global_u32(row_of_32(columns, row))
         t, end = uint32(0), uint32(0) if count == uint32(LEFT) else count
         while t < end:
-            n, own = min(uint32(end - t), uint32(AHEAD)), int64(t + warp)
-            if warp < n:
+            n, c = min(uint32(end - t), uint32(AHEAD)), warp
+            while c < n:
+                own, mine = int64(t + c), uint32(places + c * uint32(PLACE_NBYTES))
                 at = ab + own * int64(HV) * 8
                 load_column(mine, convolved + own * X * 2, at, gates, heads, lane)
+                c = uint32(c + uint32(THREADS // 32))
             cuda.syncthreads()
             c = uint32(0)
             while c < n:
@@ -137,14 +143,14 @@ def gdn_fold_kernel(early: int):  # type: ignore[no-untyped-def]
                 scalars = ld_shared_u32x4(uint32(place + uint32(GATES)))
                 both = (f32_from_bits(scalars[0]), f32_from_bits(scalars[1]))
                 multiply(p, s, at_k)
-                difference(p, place, both, thread)
+                difference(p, place, both, whole)
                 update(s, p, both[0], at_k)
                 c = uint32(c + uint32(1))
             t = uint32(t + n)
             cuda.syncthreads()
         if count != uint32(LEFT):
             store_state(state + written * slot_nbytes + share, s)
-            part = uint32(thread >> uint32(6))
+            part = uint32(whole >> uint32(6))
             if part == uint32(0) or (part < uint32(3) and h == key * group):
                 head = uint32(uint32(2) * HK + h)
                 if part > uint32(0):
@@ -214,7 +220,7 @@ def gdn_fold(queue: Queue, records: Recorded, *, rows: FoldRows, layers: FoldLay
     r, f = records, layers
     queue.launch(
         gdn_fold_kernel(queue.early),
-        (f.L * rows.B * f.HV,),
+        (f.L * rows.B * f.HV * HALVES,),
         *(f.state, f.history, f.gates, r.mix, r.convolved, r.ab),
         *(rows.indptr, rows.state_in, rows.state_out, rows.columns),
         *(r.W, r.mix_nbytes, r.convolved_nbytes, r.ab_nbytes),

@@ -10,7 +10,7 @@ from typing import Any
 
 from numba import cuda, int64, uint32
 
-from ginfer.cuda.lib.ptx import st_global_u32
+from ginfer.cuda.lib.ptx import st_global_u32, st_global_u32x4
 
 GROUP = 64  # tokens of a launch
 
@@ -52,5 +52,23 @@ def pair_store(fragments: int) -> Any:
     @cuda.jit(device=True, inline="always")
     def store_row(y, t, k, K, first, rest, pair):
         st_global_u32(y + (int64(t) * int64(K) + int64(k)) * 2, pair)
+
+    return store_fragment if fragments else store_row
+
+
+def eight_store(fragments: int) -> Any:
+    """As pair_store, of four pairs: columns k to k + 7, k a multiple of 8, in one store."""
+
+    @cuda.jit(device=True, inline="always")
+    def store_fragment(y, t, k, K, first, rest, pairs):
+        at = y + int64(_offset(t, k, first))
+        if t >= uint32(GROUP):
+            at = y + int64(K) * (2 * GROUP) + int64(_offset(uint32(t - uint32(GROUP)), k, rest))
+        st_global_u32x4(at, pairs[0], pairs[1], pairs[2], pairs[3])
+
+    @cuda.jit(device=True, inline="always")
+    def store_row(y, t, k, K, first, rest, pairs):
+        at = y + (int64(t) * int64(K) + int64(k)) * 2
+        st_global_u32x4(at, pairs[0], pairs[1], pairs[2], pairs[3])
 
     return store_fragment if fragments else store_row

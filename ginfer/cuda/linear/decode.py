@@ -73,8 +73,8 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
     factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(M, NT, consumers)
     declare, tiles_of = declare_sums(NT), stage_tiles(span, wgmma)
     consume = (consume_by_wgmma if wgmma else consume_by_mma)(fmt, M, NT, form)
-    locate, exchange_slices = item_locator(RB), slice_exchange(sums, consumers)
-    write = result_writer(M, NT, consumers)
+    locate, write = item_locator(RB), result_writer(M, NT, consumers)
+    exchange_slices = slice_exchange(sums, consumers, 4 if sums <= 16 else 3)
 
     @cuda.jit(device=True, inline="always")
     def stream_weights(w, ring, barrier, items, sliced, k_tiles, blocks, whole, slices):

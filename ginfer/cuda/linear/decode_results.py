@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int64, uint16, uint32
 
 from ginfer.cuda.lib.fragment import fragment_offset
 from ginfer.cuda.lib.numeric import silu
@@ -57,11 +57,12 @@ def item_locator(RB: int) -> Any:
     return locate
 
 
-def slice_exchange(sums: int, threads: int) -> Any:
+def slice_exchange(sums: int, threads: int, at_once: int = 0) -> Any:
     """Device function of `threads` threads, which meet at named barrier `meet`: publish a slice;
-    the last block to arrive gets c = all slices, ascending, and True."""
+    the last block to arrive gets c = all slices, ascending, and True. at_once: slices that it
+    reads before it adds them; 0: as many as take few registers."""
     quarters, slot_bytes = sums // 4, sums * threads * 4
-    batch = 4 if sums <= 8 else 1
+    batch = at_once or (4 if sums <= 8 else 1)
     batch_sums = batch * sums
 
     @cuda.jit(device=True, inline="always")
@@ -102,10 +103,26 @@ def slice_exchange(sums: int, threads: int) -> Any:
 
 def _write_rows(M: int, NT: int) -> Any:
     """Device function: the sums of a warp's rows to a row-major y."""
-    add_bf16, store_f32 = int(Epilogue.ADD_BF16), int(Epilogue.STORE_F32)
+    add_bf16, store_f32, sums = int(Epilogue.ADD_BF16), int(Epilogue.STORE_F32), M * NT * 4
+
+    @cuda.jit(device=True, inline="always")
+    def add(c, y, first_row, end_row, lane, T, N):
+        """c += what is there, all of which is asked for before any of it is used."""
+        old, last = cuda.local.array(sums, uint16), uint32(end_row - uint32(1))
+        for m in range(M):
+            for n in range(NT):
+                for i in range(4):
+                    row = uint32(first_row + (lane >> uint32(2)) + uint32(m * 16 + (i >> 1) * 8))
+                    t = uint32((lane & uint32(3)) * uint32(2) + uint32(n * 8 + (i & 1)))
+                    at = int64(min(t, uint32(T - uint32(1)))) * int64(N) + int64(min(row, last))
+                    old[(m * NT + n) * 4 + i] = ld_global_u16(y + at * 2)
+        for i in range(sums):
+            c[i] = f32_from_bits(uint32(old[i]) << uint32(16)) + c[i]
 
     @cuda.jit(device=True, inline="always")
     def write(c, y, first_row, end_row, lane, T, N, epilogue):
+        if epilogue == uint32(add_bf16):
+            add(c, y, first_row, end_row, lane, T, N)
         for m in range(M):
             for n in range(NT):
                 for i in range(4):
@@ -116,9 +133,6 @@ def _write_rows(M: int, NT: int) -> Any:
                         at = int64(t) * int64(N) + int64(row)
                         if epilogue == uint32(store_f32):
                             st_global_f32(y + at * 4, value)
-                        elif epilogue == uint32(add_bf16):
-                            old = uint32(ld_global_u16(y + at * 2)) << uint32(16)
-                            st_global_u16(y + at * 2, bf16_from_f32(f32_from_bits(old) + value))
                         else:
                             st_global_u16(y + at * 2, bf16_from_f32(value))
 
@@ -137,14 +151,14 @@ def _write_silu(M: int, NT: int, threads: int) -> Any:
         row = uint32((first_row >> uint32(5)) * uint32(16) + (lane >> uint32(2)))
         at = y + int64(_offset(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
         if M == 1:  # odd warps hold the up rows of the even warp before them
-            place = uint32(room + ((warp >> uint32(1)) * uint32(32) + lane) * uint32(NT * 16))
+            place = uint32(room + (warp >> uint32(1)) * uint32(sums * 128) + lane * uint32(4))
             if warp & uint32(1):
                 for i in range(sums):
-                    st_shared_f32(uint32(place + uint32(i * 4)), c[i])
+                    st_shared_f32(uint32(place + uint32(i * 128)), c[i])
             named_barrier(meet, uint32(threads))
             if warp & uint32(1) == 0 and first_row < end_row:
                 for i in range(sums):
-                    up = ld_shared_f32(uint32(place + uint32(i * 4)))
+                    up = ld_shared_f32(uint32(place + uint32(i * 128)))
                     to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
                     st_global_u16(to, bf16_from_f32(silu(c[i]) * up))
             named_barrier(meet, uint32(threads))

@@ -33,6 +33,7 @@ from ginfer.cuda.runtime.jit import Build, kernel
 from ginfer.cuda.sampling.exact import key_of, value_of
 
 THREADS = 512
+AT_ONCE = 8  # logits that a thread reads at a time
 NO_ID = 0xFFFFFFFF
 # bytes of a row's record, see `ginfer.cuda.sampling.launch.DRAW`
 DRAW_NBYTES, ROW, TOP_K, TEMPERATURE, PRESENCE, FREQUENCY, FORCED = 80, 0, 4, 8, 12, 16, 20
@@ -55,21 +56,21 @@ def token_of(ids, tokens, column):
     return word
 
 
-@kernel(*(int64,) * 11, *(uint32,) * 3)
+@kernel(*(int64,) * 11, *(uint32,) * 4)
 def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
     """Arguments raw, adjusted, states, logits, draws, mask, bias_ids, bias_values, counts, ids,
-    tokens, V, bytes of a row of logits, blocks of a row.
+    tokens, V, bytes of a row of logits, blocks of a row, whether keys are wanted.
 
-    raw, adjusted: [R][S] u32. states: zeroed. mask: [R][ceil(V / 32)] u32 or 0. counts: [lanes][V]
-    u32. draws: records whose bias is a range of bias_ids and bias_values, and whose path is that
-    many columns before this one; ids, tokens: as the embedding reads them, for columns with a path.
+    raw, adjusted: [R][S] u32; where keys are not wanted, of rows with a bias alone. states: zeroed.
+    mask: [R][ceil(V / 32)] u32 or 0. counts: [lanes][V] u32. draws: records whose bias is a range
+    of bias_ids and bias_values, and whose path is that many columns before this one; ids, tokens:
+    as the embedding reads them, for columns with a path.
     """
     start, words = follow(early), 4 + MOST_PATH
 
     @cuda.jit(device=True, inline="always")
-    def raw_of(logits, mask, i):
-        """(key or 0, whether the logit is not finite) of an id."""
-        x = ld_global_f32(logits + int64(i) * 4)
+    def raw_of(x, mask, i):
+        """(key or 0, whether the logit is not finite) of an id with logit x."""
         bits = bits_from_f32(x)
         if bits & uint32(0x7F800000) == uint32(0x7F800000):
             return uint32(0), uint32(1)
@@ -80,9 +81,9 @@ def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
         return key_of(x), uint32(0)
 
     @cuda.jit(device=True, inline="always")
-    def adjust(value, draw, counts, before, length, i):
+    def adjust(value, penalties, counts, before, length, i):
         """The key of a value less the penalties of its id; before: the ids of the path."""
-        presence, frequency = ld_global_f32(draw + PRESENCE), ld_global_f32(draw + FREQUENCY)
+        presence, frequency = penalties
         if presence != float32(0.0) or frequency != float32(0.0):
             n = ld_global_u32(counts + int64(i) * 4)
             c = uint32(0)
@@ -111,8 +112,10 @@ def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
         V,
         logits_nbytes,
         blocks,
+        wanted,
     ):
         found = shared_address(cuda.shared.array(words, uint32))
+        x = cuda.local.array(AT_ONCE, float32)
         start()
         row = div_u32(uint32(cuda.blockIdx.x), blocks)
         block, thread = uint32(uint32(cuda.blockIdx.x) - row * blocks), uint32(cuda.threadIdx.x)
@@ -134,23 +137,32 @@ def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
         adjusted += int64(row) * int64(S) * 4
         if mask != 0:
             mask += int64(row) * int64((V + uint32(31)) >> uint32(5)) * 4
+        penalties = (ld_global_f32(draw + PRESENCE), ld_global_f32(draw + FREQUENCY))
         best, bad, top, lowest = uint32(0), uint32(0), uint32(0), uint32(NO_ID)
-        i = uint32(first + thread)
-        while i < stop:
-            key, other = uint32(0), uint32(0)
-            if i < V:
-                key, wrong = raw_of(logits, mask, i)
-                bad |= wrong
-                best = max(best, key)
-                if key != uint32(0):
-                    other = adjust(value_of(key), draw, counts, before, length, i)
-            st_global_u32(raw + int64(i) * 4, key)
-            st_global_u32(adjusted + int64(i) * 4, other)
-            if other > top:
-                top, lowest = other, i
-            i = uint32(i + uint32(THREADS))
         b = ld_global_u32(draw + BIAS)
         biases = ld_global_u32(draw + (BIAS + 4))
+        stored, end = wanted != uint32(0) or b < biases, min(stop, V)
+        base = uint32(first + thread)
+        while base < stop:
+            for n in range(AT_ONCE):
+                i = uint32(base + uint32(n * THREADS))
+                if i < end:
+                    x[n] = ld_global_f32(logits + int64(i) * 4)
+            for n in range(AT_ONCE):
+                i = uint32(base + uint32(n * THREADS))
+                key, other = uint32(0), uint32(0)
+                if i < end:
+                    key, wrong = raw_of(x[n], mask, i)
+                    bad |= wrong
+                    best = max(best, key)
+                    if key != uint32(0):
+                        other = adjust(value_of(key), penalties, counts, before, length, i)
+                if stored and i < stop:
+                    st_global_u32(raw + int64(i) * 4, key)
+                    st_global_u32(adjusted + int64(i) * 4, other)
+                if other > top:
+                    top, lowest = other, i
+            base = uint32(base + uint32(AT_ONCE * THREADS))
         if b < biases:
             cuda.syncthreads()
             b = uint32(b + thread)
@@ -160,7 +172,7 @@ def selection_keys_kernel(early: int):  # type: ignore[no-untyped-def]
                     key = ld_global_u32(raw + int64(i) * 4)
                     if key != uint32(0):
                         value = add_rn_f32(value_of(key), ld_global_f32(bias_values + int64(b) * 4))
-                        key = adjust(value, draw, counts, before, length, i)
+                        key = adjust(value, penalties, counts, before, length, i)
                         st_global_u32(adjusted + int64(i) * 4, key)
                 b = uint32(b + uint32(THREADS))
             cuda.syncthreads()

@@ -196,6 +196,7 @@ def select(
             shape.V,
             shape.logits_nbytes,
             blocks,
+            not shape.greedy,
         ),
     )
     if not shape.greedy:

@@ -407,7 +407,7 @@ def rejection_sift_kernel(early: int):  # type: ignore[no-untyped-def]
     """
     start, shared_words = follow(early), REJECTION_NBYTES // 8
 
-    @cuda.jit(launch_bounds=THREADS)
+    @cuda.jit(launch_bounds=(THREADS, 2))
     def rejection_sift(
         states, few, adjusted, draws, ids, tokens, names, units, V, S, lanes, most, blocks
     ):

@@ -67,6 +67,7 @@ from ginfer.cuda.sampling.keys import (
 
 SHIFT, BITS = 21, 11  # of a key: its bin
 MOST = 1024  # candidates that are gathered
+AT_ONCE = 4  # keys that a thread reads at a time
 FRACTION = (1 << 40) - 1
 
 
@@ -88,6 +89,7 @@ def selection_bins_kernel(early: int):  # type: ignore[no-untyped-def]
     @cuda.jit(launch_bounds=THREADS)
     def selection_bins(states, raw, adjusted, draws, S, blocks):
         shared = shared_address(cuda.shared.array(shared_words, int64))
+        keys, others = cuda.local.array(AT_ONCE, uint32), cuda.local.array(AT_ONCE, uint32)
         start()
         row, i, step = share_of_row(blocks)
         thread, total = uint32(cuda.threadIdx.x), uint32(shared + uint32(NOTES))
@@ -103,14 +105,20 @@ def selection_bins_kernel(early: int):  # type: ignore[no-untyped-def]
         raw += int64(row) * int64(S) * 4
         adjusted += int64(row) * int64(S) * 4
         while i < S:
-            key = ld_global_u32(raw + int64(i) * 4)
-            if key != uint32(0):
-                mass += weight_of(key, best_raw, float32(1.0))
-                if draws_any:
-                    key = ld_global_u32(adjusted + int64(i) * 4)
-                    weight = weight_of(key, best, temperature)
-                    enter(shared, key, uint32(1), weight, (uint32(SHIFT), uint32(BITS)), uint32(0))
-            i = uint32(i + step)
+            for n in range(AT_ONCE):
+                j = uint32(i + uint32(n) * step)
+                keys[n] = ld_global_u32(raw + int64(j) * 4) if j < S else uint32(0)
+                if draws_any and j < S:
+                    others[n] = ld_global_u32(adjusted + int64(j) * 4)
+            for n in range(AT_ONCE):
+                if keys[n] != uint32(0):
+                    mass += weight_of(keys[n], best_raw, float32(1.0))
+                    if draws_any:
+                        key = others[n]
+                        weight = weight_of(key, best, temperature)
+                        digits = (uint32(SHIFT), uint32(BITS))
+                        enter(shared, key, uint32(1), weight, digits, uint32(0))
+            i = uint32(i + uint32(AT_ONCE) * step)
         red_shared_add_u64(total, mass)
         cuda.syncthreads()
         if thread == 0:
@@ -203,18 +211,22 @@ def sift(few, adjusted, state, span, place, scale):
     """Gather the candidates of a span; place: (first, step, S)."""
     first, stop, least = span[0], span[1], span[2]
     i, step, S = place
+    keys = cuda.local.array(AT_ONCE, uint32)
     while i < S:
-        key = ld_global_u32(adjusted + int64(i) * 4)
-        digit = uint32(key >> uint32(SHIFT))
-        wanted = key != uint32(0) and digit >= first and digit < stop
-        if wanted and least > int64(0):
-            wanted = weight_of(key, scale[0], scale[1]) >= least
-        if wanted:
-            at = atom_global_add_u32(state + GATHERED, uint32(1))
-            if at < uint32(MOST):
-                word = int64(uint32(i ^ uint32(NO_ID)))
-                st_global_u64(few + int64(at) * 8, (int64(key) << int64(32)) | word)
-        i = uint32(i + step)
+        for n in range(AT_ONCE):
+            j = uint32(i + uint32(n) * step)
+            keys[n] = ld_global_u32(adjusted + int64(j) * 4) if j < S else uint32(0)
+        for n in range(AT_ONCE):
+            key, digit = keys[n], uint32(keys[n] >> uint32(SHIFT))
+            wanted = key != uint32(0) and digit >= first and digit < stop
+            if wanted and least > int64(0):
+                wanted = weight_of(key, scale[0], scale[1]) >= least
+            if wanted:
+                at = atom_global_add_u32(state + GATHERED, uint32(1))
+                if at < uint32(MOST):
+                    word = int64(uint32((i + uint32(n) * step) ^ uint32(NO_ID)))
+                    st_global_u64(few + int64(at) * 8, (int64(key) << int64(32)) | word)
+        i = uint32(i + uint32(AT_ONCE) * step)
 
 
 @kernel(*(int64,) * 4, *(uint32,) * 2)
