@@ -13,7 +13,7 @@ from ginfer.cuda.attention.append import HEAD_DIM
 from ginfer.cuda.attention.decode_parts import BLOCK_KEYS, LOWEST, SPAN_BLOCKS, fold, fold_factors
 from ginfer.cuda.lib.fragment import pair_store
 from ginfer.cuda.lib.numeric import (
-    follow,
+    follow_late,
     high_f32,
     low_f32,
     pack_bf16,
@@ -38,14 +38,17 @@ from ginfer.cuda.lib.ptx import (
 from ginfer.cuda.runtime.jit import Build, kernel
 
 THREADS = HEAD_DIM // 2
-STEP = 16  # partials in flight per thread
+STEP, HALF = 16, 8  # partials in flight per thread, and where there are few
+RESIDENT = 8  # blocks on a multiprocessor: all of 64 columns at most twice
+SPAN_LOW, SPAN_HIGH, LOW, HIGH, TOTAL = range(5)
 
 
 @kernel(*(int64,) * 7, *(uint32,) * 4)
 def attention_merge_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     """Arguments out, partials, stats, qkgv, units, first, token, H, G, first_tiles, rest_tiles;
     units as in `attention_decode_kernel`, of which the grain matters. A thread owns two dims."""
-    start, store, D, warps = follow(early), pair_store(fragments), HEAD_DIM, THREADS // 32
+    (start, wait), store = follow_late(early), pair_store(fragments)
+    D, warps = HEAD_DIM, THREADS // 32
     held, factor_words = 2 * STEP, 4 * THREADS
 
     @cuda.jit(device=True, inline="always")
@@ -84,14 +87,32 @@ def attention_merge_kernel(fragments: int, early: int):  # type: ignore[no-untyp
             at, bits_from_f32(keep), bits_from_f32(take), bits_from_f32(weight), bits_from_f32(l)
         )
 
-    @cuda.jit(fastmath=True, launch_bounds=THREADS)
+    @cuda.jit(device=True, inline="always")
+    def load(v, j, source, step, done, i, count):
+        """Two dims of partial i + j after the first `done`, or of the last one."""
+        b = min(uint32(i + uint32(j)), uint32(count - uint32(1)))
+        at = source + int64(done + b) * step
+        v[2 * j], v[2 * j + 1] = ld_global_f32(at), ld_global_f32(at + 4)
+
+    @cuda.jit(device=True, inline="always")
+    def take_in(sums, v, j, table, i):
+        """Fold the partial into its span, and the span, if it ends here, into the sums."""
+        q = ld_shared_u32x4(uint32(table + (i + uint32(j)) * uint32(16)))
+        keep, take, weight = f32_from_bits(q[0]), f32_from_bits(q[1]), f32_from_bits(q[2])
+        sums[SPAN_LOW] = fold(sums[SPAN_LOW], keep, v[2 * j], take)
+        sums[SPAN_HIGH] = fold(sums[SPAN_HIGH], keep, v[2 * j + 1], take)
+        sums[TOTAL] = fma_f32(weight, f32_from_bits(q[3]), sums[TOTAL])
+        sums[LOW] = fma_f32(weight, sums[SPAN_LOW], sums[LOW])
+        sums[HIGH] = fma_f32(weight, sums[SPAN_HIGH], sums[HIGH])
+
+    @cuda.jit(fastmath=True, launch_bounds=(THREADS, RESIDENT))
     def attention_merge(
         out, partials, stats, qkgv, units, first, token, H, G, first_tiles, rest_tiles
     ):
         words = shared_address(cuda.shared.array(warps, float32))
         table = shared_address(cuda.shared.array(factor_words, float32))
         table = uint32(table)
-        v = cuda.local.array(held, float32)
+        v, sums = cuda.local.array(held, float32), cuda.local.array(5, float32)
         start()
         t = div_u32(uint32(cuda.blockIdx.x), H)
         h, thread = uint32(uint32(cuda.blockIdx.x) - t * H), uint32(cuda.threadIdx.x)
@@ -102,9 +123,10 @@ def attention_merge_kernel(fragments: int, early: int):  # type: ignore[no-untyp
         home = int64(ld_global_u32(row_of_32(first, t))) * int64(H) + int64(h)
         stats_at, pitch = stats + home * 8, int64(H) * 8
         source, step = partials + home * (4 * D) + int64(thread) * 8, int64(H) * (4 * D)
+        wait()
         top = highest(stats_at, slots, pitch, words, thread)
-        low, high, total = float32(0.0), float32(0.0), float32(0.0)
-        span_low, span_high = float32(0.0), float32(0.0)
+        for i in range(5):
+            sums[i] = float32(0.0)
         done = uint32(0)
         while done < slots:
             slot, at = uint32(done + thread), uint32(table + thread * uint32(16))
@@ -117,27 +139,25 @@ def attention_merge_kernel(fragments: int, early: int):  # type: ignore[no-untyp
             count = min(uint32(slots - done), uint32(THREADS))
             i = uint32(0)
             while i < count:
-                for j in range(STEP):
-                    b = min(uint32(i + uint32(j)), uint32(count - uint32(1)))
-                    at = source + int64(done + b) * step
-                    v[2 * j], v[2 * j + 1] = ld_global_f32(at), ld_global_f32(at + 4)
-                for j in range(STEP):
-                    q = ld_shared_u32x4(uint32(table + (i + uint32(j)) * uint32(16)))
-                    keep, take = f32_from_bits(q[0]), f32_from_bits(q[1])
-                    weight = f32_from_bits(q[2])
-                    span_low = fold(span_low, keep, v[2 * j], take)
-                    span_high = fold(span_high, keep, v[2 * j + 1], take)
-                    total = fma_f32(weight, f32_from_bits(q[3]), total)
-                    low = fma_f32(weight, span_low, low)
-                    high = fma_f32(weight, span_high, high)
+                more = uint32(count - i) > uint32(HALF)
+                for j in range(HALF):
+                    load(v, j, source, step, uint32(done), i, count)
+                if more:
+                    for j in range(HALF, STEP):
+                        load(v, j, source, step, uint32(done), i, count)
+                for j in range(HALF):
+                    take_in(sums, v, j, table, i)
+                if more:
+                    for j in range(HALF, STEP):
+                        take_in(sums, v, j, table, i)
                 i = uint32(i + uint32(STEP))
             cuda.syncthreads()
             done = uint32(done + uint32(THREADS))
         width = int64(H + G) * D
         gate = qkgv + (int64(t) * width * 2 + width + int64(h) * D) * 2 + int64(thread) * 4
         pair = ld_global_u32(gate)
-        low = low / total * sigmoid(low_f32(pair))
-        high = high / total * sigmoid(high_f32(pair))
+        low = sums[LOW] / sums[TOTAL] * sigmoid(low_f32(pair))
+        high = sums[HIGH] / sums[TOTAL] * sigmoid(high_f32(pair))
         column = uint32(h * uint32(D) + thread * uint32(2))
         width_out = uint32(H * uint32(D))
         store(out, t, column, width_out, first_tiles, rest_tiles, pack_bf16(low, high))
