@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ginfer.cuda.linear.decode_chain import SHARED_NBYTES, linear_decode_chain_kernel
-from ginfer.cuda.linear.decode_chain_parts import MOST_TILES, PHASES
-from ginfer.cuda.linear.decode_few_launch import BESIDE, MOST_ROWS
+from ginfer.cuda.linear.decode_chain_parts import FACTORS_NBYTES, MOST_TILES, PHASES, SLICE_NBYTES
+from ginfer.cuda.linear.decode_few_launch import BESIDE
 from ginfer.cuda.linear.decode_launch import DecodeLinear, k_slices
 from ginfer.cuda.linear.decode_results import SLICE_TILES
 from ginfer.cuda.linear.unpack import UNPACK
@@ -17,12 +17,12 @@ from ginfer.sizes import align_up, div_ceil
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ginfer.cuda.linear.decode_launch import DecodeScratch
     from ginfer.cuda.runtime.jit import Kernel
     from ginfer.cuda.runtime.queue import Queue
 
 SPAN = 4  # k tiles in a stage
-ARRIVALS_NBYTES = 256
+COUNTERS_NBYTES = 256
+MOST_CHAINED = 8  # rows
 FORMATS = ("Q4G64_F16S",)
 
 
@@ -42,20 +42,17 @@ class Chain:
     """What the kernel works on. linears: output, gate and up, down, and perhaps inner, whose
     epilogues are their places'. factors: of the norms in front of gate and up, and of inner, [C]
     FP32. beside: a small BF16 matrix with the rows of inner, and the address of its results, FP32.
-    Addresses: mixed and mlp in fragment order, hidden and inner in rows, arrivals of
-    ARRIVALS_NBYTES for this kernel alone, zero at first. ahead: the first two matrices of the next
-    chain, and how many bytes of its items each thread block brings to L2 at the end."""
+    Addresses: mixed and mlp in fragment order, hidden and inner in rows; scratch of `chain_nbytes`,
+    for this kernel alone, zero at first."""
 
     linears: tuple[DecodeLinear, ...]
     factors: tuple[int, int]
     mixed: int
     hidden: int
     mlp: int
-    scratch: DecodeScratch
-    arrivals: int
+    scratch: int
     inner: int = 0
     beside: tuple[DecodeLinear, int] | None = None
-    ahead: tuple[int, int, int] = (0, 0, 0)
 
 
 def makes_chain(linears: Iterable[DecodeLinear]) -> bool:
@@ -65,6 +62,13 @@ def makes_chain(linears: Iterable[DecodeLinear]) -> bool:
         m.fmt in FORMATS and (p % 2 == 1 or _item_tiles(m) <= MOST_TILES)
         for p, m in enumerate(linears)
     )
+
+
+def chain_nbytes(shapes: Iterable[tuple[int, int]]) -> int:
+    """Bytes of the scratch memory of chains with matrices of such shapes."""
+    splits = [(div_ceil(N, 128), *k_slices(N, K)) for N, K in shapes]
+    sliced = max((blocks - whole) * slices for blocks, whole, slices in splits)
+    return COUNTERS_NBYTES + sliced * SLICE_NBYTES
 
 
 def _item_tiles(matrix: DecodeLinear) -> int:
@@ -77,13 +81,13 @@ def _item_tiles(matrix: DecodeLinear) -> int:
 
 def linear_decode_chain(queue: Queue, chain: Chain, *, T: int, eps: float, first: int = 0) -> None:
     """hidden, mlp and inner of T rows, from phase `first` on."""
-    assert T <= MOST_ROWS
+    assert T <= MOST_CHAINED
     fmt, count = chain.linears[0].fmt, len(chain.linears)
     linears = (*chain.linears, chain.linears[1])[:PHASES]
     most = max(div_ceil(m.K, 64) if p % 2 else _item_tiles(m) for p, m in enumerate(chain.linears))
     tokens_nbytes = align_up(T * (128 * most + 16), 128)
     item = chain_kernel(fmt)
-    depth = (SHARED_NBYTES - tokens_nbytes) // (SPAN * UNPACK[fmt].tile_nbytes)
+    depth = (SHARED_NBYTES - FACTORS_NBYTES - tokens_nbytes) // (SPAN * UNPACK[fmt].tile_nbytes)
     small, other_y = chain.beside or (None, 0)
     others = min(BESIDE, div_ceil(small.N, 16)) if small else 0
     other = (small.N, k_slices(small.N, small.K)[1], others) if small else (0, 0, 0)
@@ -93,9 +97,8 @@ def linear_decode_chain(queue: Queue, chain: Chain, *, T: int, eps: float, first
         item,
         (linears[0].num_sms,),
         *(chain.mixed, chain.hidden, chain.mlp, chain.inner),
-        *(chain.scratch.workspace, chain.scratch.counters, chain.arrivals),
-        *(m.w for m in linears),
-        *(*chain.factors, small.w if small else 0, other_y, *chain.ahead[:2]),
+        *(chain.scratch + COUNTERS_NBYTES, chain.scratch, *(m.w for m in linears)),
+        *(*chain.factors, small.w if small else 0, other_y),
         *(first, count, T, *tiles, linears[0].N, linears[1].N, linears[3].N, *splits),
-        *(*other, depth, tokens_nbytes, chain.ahead[2], eps),
+        *(*other, depth, tokens_nbytes, eps),
     )

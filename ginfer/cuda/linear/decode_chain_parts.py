@@ -14,34 +14,45 @@ from ginfer.cuda.lib.numeric import high_f32, low_f32, warp_sum
 from ginfer.cuda.lib.ptx import (
     atomic_inc_u32,
     bf16_from_f32,
+    bits_from_f32,
     bulk_copy_to_shared,
     bulk_prefetch,
     cp_async_16,
     cp_async_commit,
     cp_async_wait_0,
+    div_u32,
     f32_from_bits,
     first_lane_u32,
+    fma_f32,
     ld_global_u16,
     ld_shared_f32,
     ld_shared_u32x4,
+    ldmatrix_x4,
     mbarrier_arrive_if,
     mbarrier_expect_bytes,
     mbarrier_wait,
+    mma_m16n8k16_bf16,
     named_barrier,
     st_global_u16,
     st_shared_f32,
+    st_shared_u32,
     st_shared_u32x4,
+    st_tagged_f32x2,
     wait_for_other_half,
+    wait_for_tagged_f32x8,
 )
-from ginfer.cuda.linear.decode_multiply import by_mma
 from ginfer.cuda.linear.decode_results import item_locator
-from ginfer.cuda.linear.decode_tokens import row_factors
+from ginfer.cuda.linear.decode_tokens import MOST_COLUMNS
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.norm import HELD, add_squares, inverse_rms, normed_pair
 
 GATE_UP, INNER, PHASES = 1, 3, 4  # phases that norm are odd
-WARPS, MEET = 8, 1  # consumers, 16 rows each, and the named barrier where they meet
-CONSUMERS = 32 * WARPS
+SETS, WARPS = 2, 8  # of consumers; in a set, 16 rows each
+SET = 32 * WARPS
+CONSUMERS, MEET = SETS * SET, 1  # and the named barrier where they all meet
+HELD_WORDS = 4 * HELD
+FACTORS_NBYTES = 4 * MOST_COLUMNS
+SLICE_NBYTES = 32 * SET  # sums of a set with their tags
 NUM_SUMS = WARPS * WARPS + WARPS  # of up to eight rows, and what follows from them
 MOST_TILES = 96  # k tiles of an item whose tokens are copied: half of the memory of a ring is left
 PREFETCH_NBYTES = 8192
@@ -123,61 +134,105 @@ def fetch_share(at, num_bytes):
         done = uint32(done + uint32(cuda.gridDim.x * uint32(PREFETCH_NBYTES)))
 
 
-def chain_ahead(fmt: str) -> Any:
-    """Device function of one lane: what this block's stream of phases 0 and 1 of another chain of
-    the same sizes begins with, num_bytes of it, into L2."""
-    tile_bytes, locate = UNPACK[fmt].tile_nbytes, item_locator(1)
+def _products(fmt: str, span: int) -> Any:
+    """Device function: d = the chains of mma of a 16-row tile of `span` k tiles, one chain each."""
+    f = UNPACK[fmt]
+    load, codes, words, tile_bytes = f.load, f.codes, f.words, f.tile_nbytes
+    num_words, num_d = span * words, span * 4
 
     @cuda.jit(device=True, inline="always")
-    def fetch(w0, w1, num_bytes, sizes):
-        p, w = uint32(0), w0
-        while p < uint32(2):
-            k_tiles, _, blocks, whole, slices, sliced, items, item, step = phase_items(p, sizes)
-            while item < items and num_bytes > uint32(0):
-                block, _, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
-                source = w + (int64(block) * int64(k_tiles) + int64(first)) * tile_bytes
-                count = min(uint32(left * uint32(tile_bytes)), num_bytes)
-                bulk_prefetch(source, count)
-                num_bytes, item = uint32(num_bytes - count), uint32(item + step)
-            p, w = uint32(p + uint32(1)), w1
+    def products(d, weights, tokens, row_tile, lane):
+        v, b = cuda.local.array(num_words, uint32), cuda.local.array(num_d, uint32)
+        for k in range(span):
+            load(v, k * words, uint32(weights + uint32(k * tile_bytes)), row_tile, lane)
+        for i in range(num_d):
+            d[i] = float32(0.0)
+        for half in range(2):
+            for k in range(span):
+                q = ldmatrix_x4(uint32(tokens + uint32(k * 128 + half * 64)))
+                for i in range(4):
+                    b[4 * k + i] = q[i]
+            for j in range(2):
+                for k in range(span):
+                    a, p, q = codes(v, k * words, half * 2 + j), 4 * k, 4 * k + 2 * j
+                    r = mma_m16n8k16_bf16(
+                        *(a[0], a[1], a[2], a[3], b[q], b[q + 1]),
+                        *(d[p], d[p + 1], d[p + 2], d[p + 3]),
+                    )
+                    for i in range(4):
+                        d[p + i] = r[i]
 
-    return fetch
+    return products
 
 
 def chain_products(fmt: str, span: int, stages: int) -> Any:
-    """Device function: c = the next `left` k tiles of the ring from stage s on, whose tokens are
-    resident; returns the stage after them and its phase."""
+    """Device function: c = the sums of an item, the next `left` k tiles of the ring, whose tokens
+    are resident. Two warps share a row tile and take the stages in turns: each computes the chains
+    of its stages while the other is at its own, and adds them when it is its turn. Returns where
+    the ring and the turns are, and whether this warp has the sums."""
     tile_bytes, empty, factor = UNPACK[fmt].tile_nbytes, 8 * stages, UNPACK[fmt].divisor
-    slab = span * tile_bytes
-    most, one = (by_mma(fmt, 1, 1, n, slab, resident=True) for n in (span, 1))
+    slab, num_d, many, scales = (
+        span * tile_bytes,
+        span * 4,
+        _products(fmt, span),
+        UNPACK[fmt].scales,
+    )
 
     @cuda.jit(device=True, inline="always")
-    def consume(c, ring, barrier, s, phase, left, depth, warp, lane, tokens):
-        chosen = uint32(1) if lane == 0 else uint32(0)
-        for i in range(4):
-            c[i] = float32(0.0)
+    def consume(c, places, at, left, depth, me, tokens):
+        ring, barrier, mine_at, other_at, slot = places
+        s, phase, mine, turn = at
+        row_tile, lane = me
+        d = cuda.local.array(num_d, float32)
+        low, high = cuda.local.array(span, float32), cuda.local.array(span, float32)
+        chosen, first, kept = uint32(1) if lane == 0 else uint32(0), uint32(1), uint32(0)
         while left > uint32(0):
-            full = uint32(barrier + s * uint32(8))
-            weights = uint32(ring + s * uint32(slab))
             count = min(left, uint32(span))
-            mbarrier_wait(full, phase)
-            if count == uint32(span):
-                most(c, weights, tokens, warp, lane)
-                tokens = uint32(tokens + uint32(128 * span))
-            else:
-                for _ in range(count):
-                    one(c, weights, tokens, warp, lane)
-                    weights = uint32(weights + uint32(tile_bytes))
-                    tokens = uint32(tokens + uint32(128))
-            cuda.syncwarp()
-            mbarrier_arrive_if(uint32(full + uint32(empty)), chosen)
+            if mine != uint32(0):
+                full = uint32(barrier + s * uint32(8))
+                weights = uint32(ring + s * uint32(slab))
+                mbarrier_wait(full, phase)
+                many(
+                    d, weights, tokens, row_tile, lane
+                )  # of a short stage what lies behind it, too
+                for k in range(span):
+                    tile = uint32(weights + uint32(k * tile_bytes))
+                    low[k], high[k] = scales(tile, row_tile, lane, uint32(0))
+                mbarrier_wait(mine_at, turn)
+                for i in range(4):
+                    c[i] = float32(0.0)
+                if first == uint32(0):
+                    q = ld_shared_u32x4(slot)
+                    for i in range(4):
+                        c[i] = f32_from_bits(q[i])
+                for k in range(span):
+                    if uint32(k) < count:
+                        for i in range(2):
+                            c[i] = fma_f32(d[4 * k + i], low[k], c[i])
+                            c[2 + i] = fma_f32(d[4 * k + 2 + i], high[k], c[2 + i])
+                kept = uint32(1) if left == count else uint32(0)
+                if kept == uint32(0):
+                    st_shared_u32x4(
+                        slot,
+                        bits_from_f32(c[0]),
+                        bits_from_f32(c[1]),
+                        bits_from_f32(c[2]),
+                        bits_from_f32(c[3]),
+                    )
+                cuda.syncwarp()
+                mbarrier_arrive_if(other_at, chosen)
+                mbarrier_arrive_if(uint32(full + uint32(empty)), chosen)
+                turn ^= uint32(1)
+            mine ^= uint32(1)
+            first = uint32(0)
             left = uint32(left - count)
+            tokens = uint32(tokens + uint32(128) * count)
             s = uint32(s + uint32(1))
             if s == depth:
                 s, phase = uint32(0), uint32(phase ^ uint32(1))
         for i in range(4):
             c[i] = c[i] * float32(factor)
-        return s, phase
+        return s, phase, mine, turn, kept
 
     return consume
 
@@ -203,103 +258,86 @@ def copy_tokens(tokens, x, places, first, count, T, thread):
 
 
 @cuda.jit(device=True, inline="always")
-def _load_row(held, b, row, C, thread):
-    """This thread's columns of row b of several that lie in shared memory."""
+def copy_factors(at, factors, C, thread):
+    """The factors [C] FP32 of a norm to shared memory, by one set; `copy_tokens` waits for them."""
     for i in range(HELD):
-        c = uint32((thread + uint32(i * CONSUMERS)) * uint32(8))
+        c = uint32((thread + uint32(i * SET)) * uint32(8))
+        if c < C and thread < uint32(SET):
+            for h in range(2):
+                to = uint32(at + c * uint32(4) + uint32(16 * h))
+                cp_async_16(to, factors + int64(c) * 4 + 16 * h)
+
+
+@cuda.jit(device=True, inline="always")
+def _load_row(held, row, C, thread):
+    """This thread's columns of a row in shared memory."""
+    for i in range(HELD):
+        c = uint32((thread + uint32(i * SET)) * uint32(8))
         if c < C:
             q = ld_shared_u32x4(uint32(row + c * uint32(2)))
             for j in range(4):
-                held[(b * HELD + i) * 4 + j] = q[j]
+                held[i * 4 + j] = q[j]
 
 
-def _square_rows(rows: int) -> Any:
-    """Device function: the warp's sums of squares of rows t, t + 1, ... at `row`, to shared
-    memory."""
-    num_held = rows * HELD * 4
+@cuda.jit(device=True, inline="always")
+def _square_row(sums, row, t, C, thread):
+    """The warp's sum of squares of a row, to shared memory."""
+    held, total = cuda.local.array(HELD_WORDS, uint32), float32(0.0)
+    _load_row(held, row, C, thread)
+    for i in range(HELD):
+        if uint32((thread + uint32(i * SET)) * uint32(8)) < C:
+            total = add_squares(total, held, i * 4)
+    total = warp_sum(total)
+    if thread & uint32(31) == 0:
+        at = uint32(t * uint32(WARPS) + (thread >> uint32(5)))
+        st_shared_f32(uint32(sums + at * uint32(4)), total)
 
-    @cuda.jit(device=True, inline="always")
-    def square(sums, row, t, C, thread):
-        held, totals = cuda.local.array(num_held, uint32), cuda.local.array(rows, float32)
-        stride = uint32(C * uint32(2) + uint32(16))
-        for b in range(rows):
-            _load_row(held, b, uint32(row + uint32(b) * stride), C, thread)
-        for b in range(rows):
-            totals[b] = float32(0.0)
-            for i in range(HELD):
-                if uint32((thread + uint32(i * CONSUMERS)) * uint32(8)) < C:
-                    totals[b] = add_squares(totals[b], held, (b * HELD + i) * 4)
-        for b in range(rows):
-            totals[b] = warp_sum(totals[b])
+
+@cuda.jit(device=True, inline="always")
+def _scale_row(row, inv, factors, C, thread):
+    """A row becomes its norm."""
+    held, pairs = cuda.local.array(HELD_WORDS, uint32), cuda.local.array(4, uint32)
+    f = cuda.local.array(8, float32)
+    _load_row(held, row, C, thread)
+    for i in range(HELD):
+        c = uint32((thread + uint32(i * SET)) * uint32(8))
+        if c < C:
+            for h in range(2):
+                q = ld_shared_u32x4(uint32(factors + c * uint32(4) + uint32(16 * h)))
+                for j in range(4):
+                    f[4 * h + j] = f32_from_bits(q[j])
+            for j in range(4):
+                word, k = held[i * 4 + j], 2 * j
+                pairs[j] = normed_pair(low_f32(word), high_f32(word), inv, f[k], f[k + 1])
+            st_shared_u32x4(uint32(row + c * uint32(2)), pairs[0], pairs[1], pairs[2], pairs[3])
+
+
+@cuda.jit(device=True, inline="always")
+def resident_norm(tokens, sums, factors, T, C, eps, thread):
+    """Norms of T rows that `copy_tokens` has brought to `tokens`, and `copy_factors` their factors,
+    in place, by all consumers: the sets take rows in turns. The numbers are those of
+    `ginfer.cuda.norm`."""
+    stride, scales = uint32(C * uint32(2) + uint32(16)), uint32(sums + uint32(4 * WARPS * WARPS))
+    mine, warp, t = uint32(thread & uint32(SET - 1)), thread >> uint32(5), thread >> uint32(8)
+    named_barrier(uint32(MEET), uint32(CONSUMERS))
+    while t < T:
+        _square_row(sums, uint32(tokens + t * stride), t, C, mine)
+        t = uint32(t + uint32(SETS))
+    named_barrier(uint32(MEET), uint32(CONSUMERS))
+    if warp < T:
+        total = float32(0.0)
+        for i in range(WARPS):
+            at = uint32(warp * uint32(WARPS) + uint32(i))
+            total = total + ld_shared_f32(uint32(sums + at * uint32(4)))
+        inv = inverse_rms(total, C, eps)
         if thread & uint32(31) == 0:
-            for b in range(rows):
-                at = uint32((t + uint32(b)) * uint32(WARPS) + (thread >> uint32(5)))
-                st_shared_f32(uint32(sums + at * uint32(4)), totals[b])
-
-    return square
-
-
-def _scale_rows(rows: int) -> Any:
-    """Device function: rows at `row` become their norms, whose factors of rows lie at `scales`."""
-    num_held = rows * HELD * 4
-
-    @cuda.jit(device=True, inline="always")
-    def scale(scales, row, f, C, thread):
-        held, pairs = cuda.local.array(num_held, uint32), cuda.local.array(4, uint32)
-        stride = uint32(C * uint32(2) + uint32(16))
-        for b in range(rows):
-            _load_row(held, b, uint32(row + uint32(b) * stride), C, thread)
-        for b in range(rows):
-            inv = ld_shared_f32(uint32(scales + uint32(4 * b)))
-            for i in range(HELD):
-                c = uint32((thread + uint32(i * CONSUMERS)) * uint32(8))
-                if c < C:
-                    for j in range(4):
-                        word, k = held[(b * HELD + i) * 4 + j], 8 * i + 2 * j
-                        pairs[j] = normed_pair(low_f32(word), high_f32(word), inv, f[k], f[k + 1])
-                    to = uint32(row + uint32(b) * stride + c * uint32(2))
-                    st_shared_u32x4(to, pairs[0], pairs[1], pairs[2], pairs[3])
-
-    return scale
-
-
-def resident_norm(at_once: int) -> Any:
-    """Device function norm(tokens, sums, f, T, C, eps, thread) of all consumers: T rows that
-    `copy_tokens` has brought to `tokens`, in place, at_once side by side while there are as many.
-    f: `row_factors`. The numbers are those of `ginfer.cuda.norm`."""
-    square, square_more = _square_rows(1), _square_rows(at_once)
-    scale, scale_more = _scale_rows(1), _scale_rows(at_once)
-
-    @cuda.jit(device=True, inline="always")
-    def norm(tokens, sums, f, T, C, eps, thread):
-        stride, t = uint32(C * uint32(2) + uint32(16)), uint32(0)
-        scales = uint32(sums + uint32(4 * WARPS * WARPS))
-        while uint32(t + uint32(at_once)) <= T:
-            square_more(sums, uint32(tokens + t * stride), t, C, thread)
-            t = uint32(t + uint32(at_once))
-        while t < T:
-            square(sums, uint32(tokens + t * stride), t, C, thread)
-            t = uint32(t + uint32(1))
-        named_barrier(uint32(MEET), uint32(CONSUMERS))
-        warp = uint32(thread >> uint32(5))
-        if warp < T:
-            total = float32(0.0)
-            for i in range(WARPS):
-                at = uint32(warp * uint32(WARPS) + uint32(i))
-                total = total + ld_shared_f32(uint32(sums + at * uint32(4)))
-            inv = inverse_rms(total, C, eps)
-            if thread & uint32(31) == 0:
-                st_shared_f32(uint32(scales + warp * uint32(4)), inv)
-        named_barrier(uint32(MEET), uint32(CONSUMERS))
-        t = uint32(0)
-        while uint32(t + uint32(at_once)) <= T:
-            scale_more(uint32(scales + uint32(4) * t), uint32(tokens + t * stride), f, C, thread)
-            t = uint32(t + uint32(at_once))
-        while t < T:
-            scale(uint32(scales + uint32(4) * t), uint32(tokens + t * stride), f, C, thread)
-            t = uint32(t + uint32(1))
-
-    return norm
+            st_shared_f32(uint32(scales + warp * uint32(4)), inv)
+    named_barrier(uint32(MEET), uint32(CONSUMERS))
+    t = uint32(thread >> uint32(8))
+    while t < T:
+        inv = ld_shared_f32(uint32(scales + uint32(4) * t))
+        _scale_row(uint32(tokens + t * stride), inv, factors, C, mine)
+        t = uint32(t + uint32(SETS))
 
 
 @cuda.jit(device=True, inline="always")
@@ -311,13 +349,13 @@ def _result(first_row, lane, i):
 
 @cuda.jit(device=True, inline="always")
 def load_rows(old, y, first_row, lane, T, N):
-    """What y [T, N] BF16 holds where this lane's sums go."""
+    """What y [T, N] BF16 holds where this lane's sums go, in pairs."""
     for i in range(4):
         row, t = _result(first_row, lane, i)
-        old[i] = float32(0.0)
+        bits = uint32(0)
         if t < T and row < N:
             bits = uint32(ld_global_u16(y + (int64(t) * int64(N) + int64(row)) * 2))
-            old[i] = f32_from_bits(bits << uint32(16))
+        old[i >> 1] = uint32(bits << uint32(16)) | old[i >> 1] if i & 1 else bits
 
 
 @cuda.jit(device=True, inline="always")
@@ -327,20 +365,55 @@ def add_rows(old, c, y, first_row, lane, T, N):
         row, t = _result(first_row, lane, i)
         if t < T and row < N:
             at = y + (int64(t) * int64(N) + int64(row)) * 2
-            st_global_u16(at, bf16_from_f32(old[i] + c[i]))
+            pair = old[i >> 1]
+            bits = uint32(pair & uint32(0xFFFF0000)) if i & 1 else uint32(pair << uint32(16))
+            st_global_u16(at, bf16_from_f32(f32_from_bits(bits) + c[i]))
 
 
 @cuda.jit(device=True, inline="always")
-def meet_blocks(arrivals, f, factors, C, thread):
-    """Consumers of all thread blocks have written their results; meanwhile f = the factors of a
-    norm of C columns, if any."""
+def count_launch(to, counter):
+    """A number of this launch, 1 to 65536, the same for all blocks and another than the last, to
+    shared memory; one thread, when the kernel before has ended."""
+    grid = uint32(cuda.gridDim.x)
+    old = atomic_inc_u32(counter, uint32(grid * uint32(65536) - uint32(1)))
+    st_shared_u32(to, uint32(div_u32(old, grid) + uint32(1)))
+
+
+@cuda.jit(device=True, inline="always")
+def publish_slice(c, at, tag):
+    """Leave a thread's sums of a slice at `at`, with a tag that no launch before had."""
+    st_tagged_f32x2(at, c[0], c[1], tag)
+    st_tagged_f32x2(at + 16, c[2], c[3], tag)
+
+
+@cuda.jit(device=True, inline="always")
+def add_slices(c, at, count, tag):
+    """c = the `count` slices in front of the one whose place is `at`, ascending, and then c."""
+    c0, c1, c2, c3 = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+    while count > uint32(0):
+        more = count > uint32(1)
+        a = at - int64(count) * SLICE_NBYTES
+        v = wait_for_tagged_f32x8(a, a + (SLICE_NBYTES if more else 0), tag)
+        c0, c1, c2, c3 = c0 + v[0], c1 + v[1], c2 + v[2], c3 + v[3]
+        if more:
+            c0, c1, c2, c3 = c0 + v[4], c1 + v[5], c2 + v[6], c3 + v[7]
+            count = uint32(count - uint32(1))
+        count = uint32(count - uint32(1))
+    c[0], c[1], c[2], c[3] = c0 + c[0], c1 + c[1], c2 + c[2], c3 + c[3]
+
+
+@cuda.jit(device=True, inline="always")
+def meet_blocks(arrivals, at, factors, C, thread):
+    """Consumers of all thread blocks have written their results; meanwhile the factors of a norm of
+    C columns are copied, if there is one."""
     named_barrier(uint32(MEET), uint32(CONSUMERS))
     grid, old = uint32(cuda.gridDim.x), uint32(0)
     if thread == 0:  # its release covers what the barrier has ordered before it
         old = atomic_inc_u32(arrivals, uint32(grid + grid - uint32(1)))
     if factors != 0:
-        row_factors(f, factors, C, thread)
+        copy_factors(at, factors, C, thread)
     if thread < uint32(32):
         old = first_lane_u32(old)
-        wait_for_other_half(arrivals, grid, uint32(1) if old >= grid else uint32(0))
+        if uint32(old + uint32(1)) != grid and uint32(old + uint32(1)) != uint32(grid + grid):
+            wait_for_other_half(arrivals, grid, uint32(1) if old >= grid else uint32(0))
     named_barrier(uint32(MEET), uint32(CONSUMERS))

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from ginfer.cuda.linear.decode_chain_launch import Chain, linear_decode_chain, makes_chain
-from ginfer.cuda.linear.decode_launch import DecodeLinear, DecodeScratch, k_slices
+from ginfer.cuda.linear.decode_chain_parts import FACTORS_NBYTES
+from ginfer.cuda.linear.decode_launch import DecodeLinear, k_slices
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.runtime.compiler import MAX_SHARED_NBYTES
 
@@ -30,8 +31,7 @@ def launched(widths, T, *, last=4):
         hidden=11,
         mlp=12,
         inner=13,
-        scratch=DecodeScratch(workspace=14, counters=15),
-        arrivals=16,
+        scratch=14,
         beside=(small, 17) if last == 4 else None,
     )
     linear_decode_chain(queue, chain, T=T, eps=1e-6)
@@ -57,9 +57,9 @@ def test_a_launch_fits_its_kernel(widths, T, last):
     item, (grid,), arguments = launched(widths, T, last=last)
     assert len(arguments) == len(item.signature)
     assert grid == 132
-    build, (depth, tokens_nbytes, *_) = item.build(), arguments[-4:]
+    build, (depth, tokens_nbytes, *_) = item.build(), arguments[-3:]
     _, span, stages = item.arguments
     assert 3 <= depth <= stages
     assert tokens_nbytes % 128 == 0
-    assert tokens_nbytes + depth * span * 4352 + 128 <= build.shared_nbytes
+    assert FACTORS_NBYTES + tokens_nbytes + depth * span * 4352 + 128 <= build.shared_nbytes
     assert build.shared_nbytes + 4096 <= MAX_SHARED_NBYTES["90a"]
