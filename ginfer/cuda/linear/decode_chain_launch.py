@@ -83,7 +83,7 @@ def linear_decode_chain(queue: Queue, chain: Chain, *, T: int, eps: float, first
     """hidden, mlp and inner of T rows, from phase `first` on."""
     assert T <= MOST_CHAINED
     fmt, count = chain.linears[0].fmt, len(chain.linears)
-    linears = (*chain.linears, chain.linears[1])[:PHASES]
+    linears = (chain.linears + chain.linears[:1] * PHASES)[:PHASES]
     most = max(div_ceil(m.K, 64) if p % 2 else _item_tiles(m) for p, m in enumerate(chain.linears))
     tokens_nbytes = align_up(T * (128 * most + 16), 128)
     item = chain_kernel(fmt)
