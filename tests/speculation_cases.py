@@ -79,6 +79,24 @@ def check_random_prompts(plain, drafting, count, seed):
     force(drafting)
 
 
+def check_next_turns(plain, drafting):
+    """Stop tokens, stop strings and limits end answers inside rounds; what the cache keeps then is
+    what plain decode would have kept, drafter context included."""
+    rng = np.random.default_rng(8)
+    for i, name in enumerate(QUICK[:6]):
+        ids = CASES[name]["prompt_ids"]
+        limit = (96, 7, 12)[i % 3]
+        longer, seen = None, []
+        for engine in (plain, drafting):
+            first = complete(engine, ids_prompt(ids), limit, sampling=GREEDY)
+            if longer is None:
+                longer = ids_prompt([*ids, *first.ids, *rng.integers(0, 4096, 9)])
+            again = complete(engine, longer, 20, sampling=GREEDY, ignore_eos=True)
+            seen.append((values(first), again.started.cached_tokens, values(again)))
+        assert seen[0] == seen[1], name
+        assert seen[0][1] >= len(ids)
+
+
 def check_acceptance_after_a_hit(**options):
     """The drafter's context comes back with a prefix."""
     ids = [*CASES[QUICK[0]]["prompt_ids"]]

@@ -16,6 +16,7 @@ from tests.speculation_cases import (
     check_copies,
     check_golden,
     check_json,
+    check_next_turns,
     check_random_prompts,
     force,
     tokens_per_round,
@@ -58,6 +59,10 @@ def test_golden_answers_are_those_of_plain_decode(plain, drafting, copying, samp
 def test_two_hundred_requests_are_those_of_plain_decode(plain, drafting):
     for seed in range(10):
         check_random_prompts(plain, drafting, 20, seed)
+
+
+def test_a_next_turn_finds_the_state_of_a_round_that_was_cut_short(plain, drafting):
+    check_next_turns(plain, drafting)
 
 
 @pytest.mark.parametrize("opens_reasoning", [False, True])

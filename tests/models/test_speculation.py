@@ -25,6 +25,7 @@ from tests.speculation_cases import (
     check_copies,
     check_golden,
     check_json,
+    check_next_turns,
     check_random_prompts,
     force,
     tokens_per_round,
@@ -84,21 +85,7 @@ def test_copies_of_the_context_are_accepted_and_change_nothing():
 
 
 def test_a_next_turn_finds_the_state_of_a_round_that_was_cut_short(plain, drafting):
-    """Stop tokens, stop strings and limits end answers inside rounds; what the cache keeps then is
-    what plain decode would have kept, drafter context included."""
-    rng = np.random.default_rng(8)
-    for i, name in enumerate(QUICK[:6]):
-        ids = CASES[name]["prompt_ids"]
-        limit = (96, 7, 12)[i % 3]
-        longer, seen = None, []
-        for engine in (plain, drafting):
-            first = complete(engine, ids_prompt(ids), limit, sampling=GREEDY)
-            if longer is None:
-                longer = ids_prompt([*ids, *first.ids, *rng.integers(0, 4096, 9)])
-            again = complete(engine, longer, 20, sampling=GREEDY, ignore_eos=True)
-            seen.append((values(first), again.started.cached_tokens, values(again)))
-        assert seen[0] == seen[1], name
-        assert seen[0][1] >= len(ids)
+    check_next_turns(plain, drafting)
 
 
 def test_acceptance_after_a_hit_is_that_without_one():
@@ -206,6 +193,15 @@ def test_rounds_that_run_ahead_give_way_to_drafts(plain):
         stats = engine.stats()
         assert 0 < stats["spec_rounds"] < stats["decode_rounds"]
         engine.check_integrity()
+
+
+def test_rounds_that_are_cut_short_leave_drafts_that_nobody_takes():
+    alone = {**ROOMY, "max_concurrency": 1}
+    with open_demo(**alone, spec="none") as plain:
+        with open_demo(ahead=True, **alone, package=drafted_demo()) as engine:
+            force(engine)
+            check_next_turns(plain, engine)
+            engine.check_integrity()
 
 
 def test_drafts_ordered_before_a_round_is_read_are_those_behind_it(drafting, plain):
