@@ -197,11 +197,11 @@ def test_rounds_that_run_ahead_give_way_to_drafts(plain):
 
 def test_rounds_that_are_cut_short_leave_drafts_that_nobody_takes():
     alone = {**ROOMY, "max_concurrency": 1}
-    with open_demo(**alone, spec="none") as plain:
-        with open_demo(ahead=True, **alone, package=drafted_demo()) as engine:
-            force(engine)
-            check_next_turns(plain, engine)
-            engine.check_integrity()
+    drafted = {**alone, "ahead": True, "package": drafted_demo()}
+    with open_demo(**alone, spec="none") as plain, open_demo(**drafted) as engine:
+        force(engine)
+        check_next_turns(plain, engine)
+        engine.check_integrity()
 
 
 def test_drafts_ordered_before_a_round_is_read_are_those_behind_it(drafting, plain):
