@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LOSS = 0.01  # of a request's time that drafts of an origin may waste
 CREDIT_ROUNDS = 16  # plain rounds that count as time before they have passed
+SAVED_ROUNDS = 4  # plain rounds of time that drafts have brought and may lose again
 KEEP = 0.03  # a new plan must promise this much more than the widths of the last round
 TRIAL = 3  # drafts of a trial
 DECAY = 0.93  # of what was observed, per observation
@@ -131,7 +132,7 @@ class DraftWidths:
                 row.acceptance[offer.origin].observe(width, accepted[key])
                 cost = (seconds - plain) * width / total
                 loss = row.loss_s[offer.origin] + cost - accepted[key] * plain / num_rows
-                row.loss_s[offer.origin] = max(0.0, loss)
+                row.loss_s[offer.origin] = max(-SAVED_ROUNDS * plain / num_rows, loss)
             if offer.origin is Origin.COPY and width:
                 row.full_copies = row.full_copies + 1 if accepted[key] == width else 0
 

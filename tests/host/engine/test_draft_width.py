@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 
@@ -171,6 +171,15 @@ def test_acceptance_of_a_place_counts_only_rounds_that_reached_it():
     assert second < 0.1
     assert third < second
     assert a.gains(2) == a.gains(4)[:2]
+
+
+def test_a_bad_round_after_good_ones_is_paid_from_what_they_brought():
+    s = Simulation(cost_table(0.03, 0.2), seed=11)
+    counts = cycle((1, 0, 3, 2, 1, 0, 4, 2, 1, 3))
+    s.accept = lambda width, rate: min(next(counts), width) if width else 0
+    s.rounds({0: 0.0}, 400)
+    assert sum(plan[0] > 0 for plan in s.history) >= 0.95 * len(s.history)
+    assert s.tokens / s.seconds >= 1.9
 
 
 def test_an_origin_whose_drafts_fail_does_not_silence_the_other():
