@@ -123,7 +123,8 @@ def check_copies(**options):
         force(copying)
         before = copying.stats()
         for name in ("count", "code", "kv_cache", "tool_parallel"):
-            question, answer = (CASES[name][key] for key in ("prompt_ids", "greedy_ids"))
+            question = CASES[name]["prompt_ids"]
+            answer = complete(plain, ids_prompt(question), 96, sampling=GREEDY).ids
             prompt = ids_prompt([*question, *answer, *question])
             runs = [complete(e, prompt, 96, sampling=GREEDY) for e in (plain, copying)]
             assert values(runs[0]) == values(runs[1])
