@@ -35,7 +35,7 @@ def test_every_candidate_is_legal_and_in_the_full_matrix(capability):
 
 def test_the_table_names_the_fastest_plan_that_an_image_holds():
     bucket = tune.PrefillCase.bucket((34816, 5120), 2048)
-    wide, narrow, other = (LinearPrefillPlan(n, 2) for n in (256, 160, 192))
+    wide, narrow, other = (LinearPrefillPlan(n, 2) for n in (256, 160, 224))
     row = tune.Row(tune.PrefillCase, bucket, narrow, {wide: 3.0, narrow: 4.0, other: 2.0})
     found: dict = {}
     exec(tune.table([row], "90a", "a device"), found)
