@@ -154,7 +154,6 @@ bulk_stream_to_shared = ptx_op(  # read once: first out of L2
     "",
     "rlrr",
 )
-bulk_prefetch = ptx_op("cp.async.bulk.prefetch.L2.global [$0], $1;", "", "lr")
 tensor_copy_2d_to_shared = ptx_op(  # (shared, tensor map, column, row, barrier)
     "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
     "[$0], [$1, {$2, $3}], [$4];",
@@ -180,33 +179,6 @@ let_next_kernel_start = ptx_op("griddepcontrol.launch_dependents;")
 # Device- and system-scope flags.
 atomic_inc_u32 = ptx_op("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "lr")  # wraps to 0
 ld_acquire_u32 = ptx_op("ld.acquire.gpu.global.u32 $0, [$1];", "r", "l")
-wait_for_other_half = ptx_op(  # while a counter is on side $2 (0: below, 1: not below) of $1
-    "{ .reg .pred p, q; .reg .u32 v, n; mov.u32 n, 0; WAIT: ld.acquire.gpu.global.u32 v, [$0]; "
-    "add.u32 n, n, 1; setp.eq.u32 q, n, 0x2000000; @q trap; "  # half a minute: it will never come
-    "setp.ge.u32 p, v, $1; selp.u32 v, 1, 0, p; setp.eq.u32 p, v, $2; @p bra WAIT; }",
-    "",
-    "lrr",
-)
-# Numbers that carry a tag each, in one word of 64 bits: whoever sees the tag has the number, without
-# a flag behind it.
-st_tagged_f32x2 = ptx_op(
-    "st.relaxed.gpu.global.v4.b32 [$0], {$1,$3,$2,$3};", "", "lffr"
-)  # (address, two numbers, tag)
-_TAGGED = " ".join(
-    f"ld.relaxed.gpu.global.v4.b32 {{${4 * i + j}, t0, ${4 * i + j + 1}, t1}}, [a{i}+{8 * j}]; "
-    "xor.b32 t0, t0, g; xor.b32 t1, t1, g; or.b32 m, m, t0; or.b32 m, m, t1;"
-    for i in range(2)
-    for j in (0, 2)
-)
-wait_for_tagged_f32x8 = ptx_op(  # four at each of two addresses that all have tag $10
-    "{ .reg .pred p; .reg .b64 a<2>; .reg .b32 t0, t1, g, m, n; mov.b64 a0, $8; mov.b64 a1, $9; "
-    "mov.b32 g, $10; mov.u32 n, 0; "
-    f"WAIT: mov.u32 m, 0; {_TAGGED} "
-    "add.u32 n, n, 1; setp.eq.u32 p, n, 0x2000000; @p trap; "
-    "setp.ne.u32 p, m, 0; @p bra WAIT; }",
-    "f" * 8,
-    "llr",
-)
 st_release_system_u32 = ptx_op("st.release.sys.global.u32 [$0], $1;", "", "lr")
 ld_acquire_system_u32 = ptx_op("ld.acquire.sys.global.u32 $0, [$1];", "r", "l")
 

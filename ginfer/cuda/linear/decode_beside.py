@@ -26,15 +26,15 @@ from ginfer.cuda.linear.unpack import UNPACK
 
 TILE_NBYTES = UNPACK["BF16"].tile_nbytes
 ROW_TILE_NBYTES = TILE_NBYTES // 8
-AT_ONCE = 4  # k tiles whose weights are on their way, where nothing else is said
+AT_ONCE = 4  # k tiles whose weights are on their way
 
 
-def row_tiles(warps: int, meet: int, at_once: int = AT_ONCE) -> Any:
+def row_tiles(warps: int, meet: int) -> Any:
     """Device function rows(w, y, tokens, room, shares, k_tiles, slices, T, N, thread) of that many
     warps, which meet at barrier `meet`: row tiles first, first + step, ... of y [T, N] FP32 with
     (first, step) = shares. tokens: of this lane; room: 512 bytes per slice."""
     threads, locate = warps * 32, item_locator(1)
-    num_words = at_once * 16
+    num_words = AT_ONCE * 16
 
     @cuda.jit(device=True, inline="always")
     def load(v, b, at, lane):
@@ -69,14 +69,14 @@ def row_tiles(warps: int, meet: int, at_once: int = AT_ONCE) -> Any:
             c[i] = float32(0.0)
         done = uint32(0)
         while done < count:
-            for b in range(at_once):
+            for b in range(AT_ONCE):
                 if uint32(done + uint32(b)) < count:
                     load(v, b, w + int64(first + done + uint32(b)) * TILE_NBYTES, lane)
-            for b in range(at_once):
+            for b in range(AT_ONCE):
                 k = uint32(done + uint32(b))
                 if k < count:
                     add_tile(c, v, b, uint32(tokens + (first + k) * uint32(128)))
-            done = uint32(done + uint32(at_once))
+            done = uint32(done + uint32(AT_ONCE))
 
     @cuda.jit(device=True, inline="always")
     def finish(c, y, room, row_tile, slices, T, N, lane):

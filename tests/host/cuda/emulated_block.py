@@ -69,46 +69,24 @@ class Machine:
         return block
 
     # threads
-    def run(self, function, grid, threads, shared_nbytes, arguments, *, together=False):
-        """Run the blocks of a grid: one after the other, or in turns when they meet."""
+    def run(self, function, grid, threads, shared_nbytes, arguments):
+        """Run the blocks of a grid one after the other."""
         self.grid = grid
-        running = []
         for index in range(grid):
-            self.index, self.calls = index, [0] * threads
+            self.index = index
             self.block = bytearray(b"\xff" * (DYNAMIC + shared_nbytes))
-            self.claimed, self.warps, self.barriers = {}, {}, {}
+            self.claimed, self.calls = {}, [0] * threads
+            self.warps, self.barriers = {}, {}
             bodies = [function(*arguments) for _ in range(threads)]
             if not isinstance(bodies[0], types.GeneratorType):
                 raise AssertionError("a kernel that meets no other thread is no generator")
-            running.append((self._run_block(bodies), self._of_block()))
-            if not together:
-                self._take_turns(running)
-        self._take_turns(running)
-
-    def _of_block(self):
-        """What belongs to the block that runs."""
-        names = ("index", "calls", "block", "claimed", "warps", "barriers")
-        return {name: self.__dict__[name] for name in names}
-
-    def _take_turns(self, running):
-        """Resume blocks until all have ended."""
-        while running:
-            moved = 0
-            for turn in list(running):
-                self.__dict__.update(turn[1])
-                try:
-                    moved += next(turn[0])
-                except StopIteration:
-                    running.remove(turn)
-                    moved += 1
-            assert moved, "threads wait for each other"
+            self._run_block(bodies)
 
     def _run_block(self, bodies):
         """Resume threads until all have ended: a warp at its own collectives or when what it waits
-        for is true, all at barriers. Yields whether any has moved since the last time when all wait
-        for something."""
+        for is true, all at barriers."""
         waiting = dict.fromkeys(range(len(bodies)), "start")
-        values, since = [None] * len(bodies), False
+        values = [None] * len(bodies)
         while waiting:
             moved = False
             for first in range(0, len(bodies), 32):
@@ -118,10 +96,7 @@ class Machine:
                 assert len(waiting) == len(bodies), "some threads ended before a barrier"
                 waiting = dict.fromkeys(waiting, "start")
                 moved = True
-            since |= moved
-            if not moved and waiting:
-                yield since
-                since = False
+            assert moved or not waiting, "threads wait for each other"
 
     def _resume_warp(self, bodies, first, waiting, values):
         """Let the lanes of a warp run to where they meet next; False when they wait at a barrier,

@@ -259,22 +259,6 @@ def _mbarrier_wait(at, phase):
     yield "until", lambda: machine.barriers["m", at][3] != phase
 
 
-def _wait_for_other_half(at, half, side):
-    yield "until", lambda: (machine.load(at, _U32) >= half) != side
-
-
-def _store_tagged(at, x, y, tag):
-    machine.store_words(at, [bits_of(x), tag, bits_of(y), tag])
-
-
-def _wait_for_tagged(a, b, tag):
-    def words():
-        return [w for at in (a, a + 16, b, b + 16) for w in machine.words(at, 4)]
-
-    yield "until", lambda: all(w == tag for w in words()[1::2])
-    return tuple(float_of(w) for w in words()[::2])
-
-
 def _bulk_copy(to, source, nbytes, barrier):
     machine.where(source, 1), machine.where(source + nbytes - 1, 1)
     machine.shared(to, 16), machine.shared(to + nbytes - 16, 16)
@@ -386,10 +370,6 @@ _OTHERS = {
     "mbarrier_arrive_if": lambda at, arrives: _mbarrier_change(at, int(arrives), 0),
     "mbarrier_wait": _mbarrier_wait,
     "bulk_copy_to_shared": _bulk_copy,
-    "bulk_prefetch": lambda at, nbytes: (machine.where(at, 16), machine.where(at + nbytes - 1, 1)),
-    "wait_for_other_half": _wait_for_other_half,
-    "st_tagged_f32x2": _store_tagged,
-    "wait_for_tagged_f32x8": _wait_for_tagged,
     "bulk_stream_to_shared": _bulk_copy,
 }
 _NOTHING_TO_DO = (

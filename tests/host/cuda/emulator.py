@@ -121,20 +121,17 @@ def emulated(module):
     return _loaded[module]
 
 
-def launch(item, grid, arguments, *, together=False):
-    """Run a kernel of an emulated module; addresses lie in the ranges of `machine.arrays`.
-    together: its blocks wait for each other."""
+def launch(item, grid, arguments):
+    """Run a kernel of an emulated module; addresses lie in the ranges of `machine.arrays`."""
     build = emulated(item.module).__dict__[item.builder_name].__wrapped__(*item.arguments)
     values = [TYPES[t](v) for t, v in zip(item.signature, arguments, strict=True)]
-    size = (build.threads, build.shared_nbytes)
-    machine.run(build.function, grid, *size, values, together=together)
+    machine.run(build.function, grid, build.threads, build.shared_nbytes, values)
 
 
-def run(item, grid, *arguments, together=False):
+def run(item, grid, *arguments):
     """Run a kernel on arrays, which become addresses; numbers stay."""
     machine.arrays = []
-    values = [machine.own(a) if isinstance(a, np.ndarray) else a for a in arguments]
-    launch(item, grid, values, together=together)
+    launch(item, grid, [machine.own(a) if isinstance(a, np.ndarray) else a for a in arguments])
 
 
 class Emulator:
