@@ -21,7 +21,7 @@ from ginfer.cuda.gdn.gate import gated_norm_kernel
 from ginfer.cuda.gdn.prepare import WITHIN_NBYTES, gdn_prepare_kernel
 from ginfer.cuda.gdn.step import gdn_step_kernel
 from ginfer.cuda.lib.fragment import fragment_offset, tiles_of
-from ginfer.cuda.norm import rms_norm_kernel
+from ginfer.cuda.norm import rms_norm_kernel, rms_norm_rows_kernel
 from ginfer.cuda.sampling.choose import FEW, selection_choose_kernel, selection_top_kernel
 from ginfer.cuda.sampling.keys import STATE_NBYTES, selection_keys_kernel
 from ginfer.cuda.sampling.launch import RESULT, best_ids, draw_records, key_values, logprob
@@ -64,9 +64,10 @@ def check_embedding(run, fmt, C):
     payload = np.ascontiguousarray(encode(fmt, Layout.ROWS, values)).view(np.uint8).reshape(-1)
     want = decode(fmt, Layout.ROWS, (7, C), payload)
     ids, drawn = np.array([3, 0, 6, ~1, ~0], np.int32), np.array([5, 2], np.uint32)
-    item, y = embedding_kernel(fmt.name, run.early), np.full((5, C), NAN, np.uint16)
-    run(item, 5, y, ids, drawn, payload, C, row_nbytes(fmt, C))
-    assert (y == bf16_bits(want[[3, 0, 6, 2, 5]].astype(np.float32))).all()
+    for each in (1, 4):
+        item, y = embedding_kernel(fmt.name, each, run.early), np.full((5, C), NAN, np.uint16)
+        run(item, div_ceil(5, each), y, ids, drawn, payload, 5, C, row_nbytes(fmt, C))
+        assert (y == bf16_bits(want[[3, 0, 6, 2, 5]].astype(np.float32))).all()
 
 
 def check_rms_norm(run, T, C):
@@ -78,6 +79,10 @@ def check_rms_norm(run, T, C):
     y = np.full((T, C), NAN, np.uint16)
     run(rms_norm_kernel(0, run.early), T, y, x, w, columns, C, 1, 1, EPS)
     POINTWISE_BF16.check(bf16_to_f32(y), want)
+    if C <= 6144:
+        rows = np.full((T, C), NAN, np.uint16)
+        run(rms_norm_rows_kernel(run.early), div_ceil(T, 4), rows, x[columns], w, T, C, EPS)
+        assert (rows == y).all()
     if run.early:
         buffer = np.full(fragment_size(T, C), NAN, np.uint16)
         run(rms_norm_kernel(1, 1), T, buffer, x, w, columns, C, *tiles_of(T), EPS)

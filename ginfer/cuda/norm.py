@@ -1,7 +1,9 @@
 """RMS norm of rows: y[t, c] = x[columns[t], c] * w[c] / sqrt(mean_c(x^2) + eps), BF16 to BF16.
 
 w is the factor itself in FP32 (1 + weight for the norms of the residual stream). Sums are FP32, in
-one order for every T. Legend: T tokens, C columns, a multiple of 8. Oracle: tests.oracles.norm.
+one order for every T and both kernels.
+
+Legend: T tokens, C columns, a multiple of 8. Oracle: tests.oracles.norm.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from numba import cuda, float32, int64, uint32
 from ginfer.cuda.lib.fragment import eight_store, tiles_of
 from ginfer.cuda.lib.numeric import (
     block_sum,
+    follow,
     follow_late,
     high_f32,
     load_bf16x8,
@@ -31,9 +34,11 @@ from ginfer.cuda.lib.ptx import (
     mul_rn_f32,
     rsqrt_approx,
     shared_address,
+    st_global_u32x4,
 )
 from ginfer.cuda.runtime.jit import Build, kernel
 from ginfer.cuda.runtime.queue import starts_early
+from ginfer.sizes import div_ceil
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,6 +48,7 @@ if TYPE_CHECKING:
 
 THREADS = 256
 HELD = 3  # groups of eight columns of a thread that stay in registers
+MANY, ROWS = 256, 4  # tokens from which on a block takes several rows, and how many
 
 
 @cuda.jit(device=True, inline="always")
@@ -141,9 +147,62 @@ def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
     return Build(rms_norm, THREADS)
 
 
+@kernel(*(int64,) * 3, *(uint32,) * 2, float32)
+def rms_norm_rows_kernel(early: int):  # type: ignore[no-untyped-def]
+    """Arguments y, x, w, T, C, eps; C at most 8 * HELD * THREADS. A block takes every gridDim-th
+    row, and reads the next one while it works on one."""
+    start, warps, held_words = follow(early), THREADS // 32, 4 * HELD
+
+    @cuda.jit(device=True, inline="always")
+    def fetch(held, x, token, thread, C):
+        row = x + int64(token) * int64(C) * 2
+        for i in range(HELD):
+            c = uint32((thread + uint32(i * THREADS)) * uint32(8))
+            if c < C:
+                q = ld_global_u32x4(row + int64(c) * 2)
+                for j in range(4):
+                    held[4 * i + j] = q[j]
+
+    @cuda.jit(fastmath=True, launch_bounds=THREADS)
+    def rms_norm_rows(y, x, w, T, C, eps):
+        words = shared_address(cuda.shared.array(warps, float32))
+        held, ahead = cuda.local.array(held_words, uint32), cuda.local.array(held_words, uint32)
+        pairs, f = cuda.local.array(4, uint32), cuda.local.array(8, float32)
+        start()
+        token, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
+        fetch(ahead, x, token, thread, C)
+        while token < T:
+            for i in range(held_words):
+                held[i] = ahead[i]
+            following = uint32(token + uint32(cuda.gridDim.x))
+            if following < T:
+                fetch(ahead, x, following, thread, C)
+            total = float32(0.0)
+            for i in range(HELD):
+                if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
+                    total = add_squares(total, held, 4 * i)
+            inv = inverse_rms(block_sum(total, words, warps), C, eps)
+            for i in range(HELD):
+                c = uint32((thread + uint32(i * THREADS)) * uint32(8))
+                if c < C:
+                    load_factors(f, 0, w, c)
+                    for j in range(4):
+                        word = held[4 * i + j]
+                        low, high = low_f32(word), high_f32(word)
+                        pairs[j] = normed_pair(low, high, inv, f[2 * j], f[2 * j + 1])
+                    to = y + (int64(token) * int64(C) + int64(c)) * 2
+                    st_global_u32x4(to, pairs[0], pairs[1], pairs[2], pairs[3])
+            cuda.syncthreads()  # everyone has read `words`
+            token = following
+
+    return Build(rms_norm_rows, THREADS)
+
+
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """Row-major results, and the fragment order that decode linear kernels read."""
+    """Row-major results, of few rows and of many, and the fragment order that decode linear kernels
+    read."""
     early = starts_early(capability)
+    yield rms_norm_rows_kernel(early)
     yield rms_norm_kernel(0, early)
     yield rms_norm_kernel(1, early)
 
@@ -161,5 +220,9 @@ class RowNorm:
 def rms_norm(queue: Queue, y: int, x: int, w: int, *, shape: tuple[int, int], how: RowNorm) -> None:
     """Norm of T rows. y, x: [T, C] BF16; w: [C] FP32; shape: (T, C)."""
     T, C = shape
+    if T >= MANY and C <= 8 * HELD * THREADS and not (how.fragments or how.columns):
+        item = rms_norm_rows_kernel(queue.early)
+        queue.launch(item, (div_ceil(T, ROWS),), y, x, w, T, C, how.eps)
+        return
     item = rms_norm_kernel(how.fragments, queue.early)
     queue.launch(item, (T,), y, x, w, how.columns, C, *tiles_of(T), how.eps)
