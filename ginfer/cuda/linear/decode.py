@@ -39,7 +39,7 @@ from ginfer.cuda.linear.decode_results import (
     room_nbytes,
     slice_exchange,
 )
-from ginfer.cuda.linear.decode_ring import Ring, stage_tiles
+from ginfer.cuda.linear.decode_ring import ALONE_NBYTES, Ring, stage_tiles
 from ginfer.cuda.linear.decode_wide import consume_by_wgmma
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
@@ -184,4 +184,5 @@ def linear_decode_kernel(  # type: ignore[no-untyped-def]
                     write(c, y, first_row, end_row, warp, lane, room, T, N, epilogue, uint32(1))
                 item = uint32(item + uint32(cuda.gridDim.x))
 
-    return Build(linear_decode, threads, ring_bytes + room_bytes + ALIGNMENT)
+    shared = ring_bytes + room_bytes + ALIGNMENT
+    return Build(linear_decode, threads, max(shared, ALONE_NBYTES if resident == 1 else 0))

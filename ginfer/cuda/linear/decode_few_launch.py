@@ -56,7 +56,7 @@ class FewPlan(LaunchPlan):
         which four fit."""
         room = (SHARED_NBYTES - NBYTES) // shape[2]
         if room >= 32:
-            return cls(2, 8, 1, 2, 8)
+            return cls(2, 8, 1, 2, 6)
         span = next(s for s in (8, 4, 2) if 4 * s <= room)
         return cls(1, 8, 1, span, room // span)
 

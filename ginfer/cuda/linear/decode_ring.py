@@ -49,6 +49,7 @@ def advance_stage(stages: int) -> Any:
 
 
 LONG_ITEM = 88  # k tiles
+ALONE_NBYTES = 118 << 10  # shared memory of a block that shares a multiprocessor with none like it
 
 
 def stage_tiles(span: int, wgmma: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING
 
 from ginfer.cuda.linear.decode import linear_decode_kernel
@@ -10,6 +11,7 @@ from ginfer.cuda.linear.decode_mma import DecodeMmaPlan, linear_decode_mma_kerne
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.plan import LaunchPlan, PlanTable, Shape
+from ginfer.sizes import div_ceil
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,12 +26,23 @@ EPILOGUES = {  # what a model does with the sums of a format's matrices
     "W8G32_F16S": (Epilogue.STORE_F32,),
     "BF16": (*MATRIX, Epilogue.STORE_F32),
 }
-# Of the ring. More than half of a multiprocessor: where two blocks fit, those of the next kernel
-# double up on whichever ends first, which costs more than their early start wins.
+# Of the ring. Where two blocks fit on a multiprocessor, those of the next kernel double up on
+# whichever ends first, which costs more than their early start wins.
 SHARED_NBYTES = 212 << 10
 MMA_TILES = 2  # column tiles up to which mma beats wgmma
 W8_NBYTES = UNPACK["W8G32_F16S"].tile_nbytes
+Q4_NBYTES = UNPACK["Q4G64_F16S"].tile_nbytes
 LONGEST_SPAN = {1: 8, 2: 4, 4: 2, 8: 4}  # k tiles between two barriers, by column tiles
+# Span and stages of 4-bit weights, by column tiles and up to so many tiles of a matrix. Tokens
+# queue behind the weights that are under way when the kernel before ends: work on a small matrix
+# begins up to a microsecond earlier where those are few.
+Q4_RINGS = {
+    1: {8_000: (4, 4), 13_000: (4, 6), inf: (8, 5)},
+    2: {inf: (4, 5)},
+    4: {inf: (4, 4)},
+    8: {inf: (4, 3)},
+}
+SIZES = (8_000, 13_000, 1 << 20)  # tiles of a small, a medium and a large matrix
 
 
 @dataclass(frozen=True)
@@ -62,26 +75,32 @@ class LinearDecodePlan(LaunchPlan):
 
     @classmethod
     def default(cls, capability: str, shape: Shape) -> LinearDecodePlan:
-        """One row block; the longest stages of which four fit, as many of them as fit."""
-        _, _, column_tiles, tile_nbytes = shape
+        """One row block; of 4-bit weights what was measured, else the longest stages of which four
+        fit, as many of them as fit."""
+        N, K, column_tiles, tile_nbytes = shape
+        wgmma = column_tiles > MMA_TILES
+        if tile_nbytes == Q4_NBYTES:
+            rings, tiles = Q4_RINGS[column_tiles], div_ceil(N, 128) * div_ceil(K, 64)
+            return cls(8, 1, *rings[min(most for most in rings if tiles <= most)], wgmma=wgmma)
         tile = tile_nbytes + column_tiles * 1024
         longest = LONGEST_SPAN[column_tiles]
         if tile_nbytes == W8_NBYTES and column_tiles <= MMA_TILES:
             longest //= 2  # two scale groups to a k tile: registers
         spans = (longest >> i for i in range(4))
         span = next(s for s in spans if 4 * s * tile <= SHARED_NBYTES)
-        wgmma = column_tiles > MMA_TILES
         return cls(8, 1, span, SHARED_NBYTES // (span * tile), wgmma=wgmma)
 
     @classmethod
     def candidates(cls, capability: str, shape: Shape) -> tuple[LinearDecodePlan, ...]:
-        """Shorter and longer stages; of wide launches two row blocks at once, too."""
+        """The rings of all sizes of a matrix; as many stages as fit, shorter and longer; of wide
+        launches two row blocks at once, too."""
         _, _, column_tiles, tile_nbytes = shape
         wide, x_nbytes = column_tiles > MMA_TILES, column_tiles * 1024
-        found = []
-        for warps, span in ((8, 2), (8, 4), (16, 4)) if wide else ((8, 4), (8, 8)):
+        found = [cls.default(capability, (128, 64 * tiles, *shape[2:])) for tiles in SIZES]
+        for warps, span in ((8, 4), (16, 4)) if wide else ((8, 4), (8, 8)):
             stages = SHARED_NBYTES // (span * (warps // 8 * tile_nbytes + x_nbytes))
             found.append(cls(warps, 1, span, stages, wgmma=wide))
+        found = list(dict.fromkeys(found))
         return tuple(p for p in found if capability == "90a" and p.supports(capability, shape))
 
 
@@ -97,13 +116,14 @@ def decode_op(capability: str) -> str:
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """Decode kernels of each format and width, of the default and of measured plans."""
+    """Decode kernels of each format and width, of the defaults and of measured plans."""
     op = decode_op(capability)
     measured = [(b, p) for (name, b), p in PlanTable.load(capability).plans.items() if name == op]
     for fmt in EPILOGUES:
         for NT in COLUMN_TILES:
             shape = (128, 64, NT, UNPACK[fmt].tile_nbytes)
-            plans: list[LaunchPlan] = [OPS[op].default(capability, shape)]
+            sizes = ((128, 64 * tiles, *shape[2:]) for tiles in SIZES)
+            plans: list[LaunchPlan] = [OPS[op].default(capability, size) for size in sizes]
             plans += [plan for bucket, plan in measured if bucket[2:] == shape[2:]]
             if every and fmt == "Q4G64_F16S":
                 plans += OPS[op].candidates(capability, shape)

@@ -52,3 +52,24 @@ def test_an_image_holds_the_measured_plans_of_every_format_that_they_serve(monke
     held = set(image_kernels("90a", every=False))
     assert wanted <= held
     assert decode_kernel(table, "W8G32_F16S", (34816, 5120, 8, 8704))[0] in held
+
+
+@pytest.mark.parametrize("column_tiles", COLUMN_TILES)
+@pytest.mark.parametrize("fmt", EPILOGUES)
+def test_the_image_holds_the_default_of_every_size_of_a_matrix_each_alone_on_a_multiprocessor(
+    fmt, column_tiles
+):
+    held = set(image_kernels("90a", every=False))
+    for N, K in ((96, 5120), (5120, 6144), (5120, 17408), (16384, 5120), (34816, 5120)):
+        shape = (N, K, column_tiles, TILE_NBYTES[fmt])
+        item, _ = decode_kernel(PlanTable("90a"), fmt, shape)
+        assert item in held
+        assert 2 * item.build().shared_nbytes > MAX_SHARED_NBYTES["90a"]
+
+
+def test_a_small_matrix_has_less_under_way_when_its_tokens_come():
+    small, large = (
+        LinearDecodePlan.default("90a", (*shape, 1, TILE_NBYTES["Q4G64_F16S"]))
+        for shape in ((5120, 6144), (34816, 5120))
+    )
+    assert small.span * small.stages < large.span * large.stages
