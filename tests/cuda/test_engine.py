@@ -14,6 +14,7 @@ from ginfer.cuda.runtime.driver import TAKEN
 from ginfer.cuda.runtime.jit import SealedError
 from ginfer.engine.request import FinishReason, StopString
 from ginfer.frontend.grammar import json_grammar
+from tests.cuda.conftest import TOLERATED_NBYTES
 from tests.engines import complete, ids_prompt, make_request, open_demo, random_prompt, submit
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "chat_groupwise_int.json"
@@ -41,12 +42,22 @@ def engine():
         engine.check_integrity()
 
 
-def plain_engines():
-    """One without graphs, one that reads every round before the next."""
-    yield "eager", open_gpu(cuda_graphs=False, prefix_reuse=False)
+@pytest.fixture(scope="module")
+def eager():
+    """No graphs."""
+    with open_gpu(cuda_graphs=False, prefix_reuse=False) as engine:
+        yield engine
+        engine.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def not_ahead():
+    """Every round is read before the next."""
     with patch.object(CudaBackend, "runs_ahead", False):
         engine = open_gpu(prefix_reuse=False)
-    yield "not ahead", engine
+    with engine:
+        yield engine
+        engine.check_integrity()
 
 
 def values(run):
@@ -67,7 +78,7 @@ def test_answers_are_the_recorded_ones_wherever_the_gap_exceeds_the_noise(engine
         assert best[1] - second[1] < NOISE, f"token {at} is {run.ids[at]}, not {wanted[at]}"
 
 
-def test_rounds_without_graphs_or_read_at_once_answer_the_same(engine):
+def test_rounds_without_graphs_or_read_at_once_answer_the_same(engine, eager, not_ahead):
     rng = np.random.default_rng(3)
     requests = []
     for i, sampling in enumerate(SAMPLINGS):
@@ -77,12 +88,10 @@ def test_rounds_without_graphs_or_read_at_once_answer_the_same(engine):
             requests.append((random_prompt(rng, length), fields))
     wanted = [values(complete(engine, prompt, 30, **fields)) for prompt, fields in requests]
     assert any(reason is FinishReason.STOP_STRING for *_, reason in wanted)
-    for name, other in plain_engines():
-        with other:
-            runs = [submit(other, make_request(prompt, 30, **f)) for prompt, f in requests]
-            for run, want in zip(runs, wanted):
-                assert values(run.wait(120)) == want, name
-            other.check_integrity()
+    for name, other in (("eager", eager), ("not ahead", not_ahead)):
+        runs = [submit(other, make_request(prompt, 30, **f)) for prompt, f in requests]
+        for run, want in zip(runs, wanted):
+            assert values(run.wait(120)) == want, name
 
 
 def test_serving_takes_nothing(engine):
@@ -153,3 +162,18 @@ def test_a_continued_conversation_equals_the_uninterrupted_one(engine):
         ]
         assert [run.started.cached_tokens for run in runs] == [len(history) - 1] * 2
         assert values(runs[0]) == values(runs[1])
+
+
+@pytest.fixture(scope="module")
+def opened_before():
+    """The driver keeps what the graphs of an engine needed, for those of the next one."""
+    with open_gpu():
+        pass
+
+
+def test_an_engine_gives_back_what_it_took(device, opened_before):
+    free = device.free_nbytes()
+    for _ in range(2):
+        with open_gpu() as engine:
+            complete(engine, random_prompt(np.random.default_rng(1), 100), 20)
+        assert free - device.free_nbytes() <= TOLERATED_NBYTES

@@ -49,6 +49,14 @@ def copying():
         engine.check_integrity()
 
 
+@pytest.fixture(scope="module")
+def opened_before(plain, drafting, copying):
+    """The driver keeps what the graphs of engines needed, for those of the next ones."""
+    options = {**ON_GPU, "package": drafted_demo()}
+    with open_demo(**options), open_demo(**options):
+        pass
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, PENALISED], ids=["greedy", "seeded", "all"])
 def test_golden_answers_are_those_of_plain_decode(plain, drafting, copying, sampling):
     names = CASES if sampling is GREEDY else QUICK
@@ -70,13 +78,13 @@ def test_json_follows_its_schema_and_plain_decode(plain, drafting, copying, open
     check_json(plain, (drafting, copying), opens_reasoning)
 
 
-def test_copies_of_the_context_are_accepted_and_change_nothing():
+def test_copies_of_the_context_are_accepted_and_change_nothing(opened_before):
     check_copies(**ON_GPU)
 
 
-def test_acceptance_after_a_hit_is_that_without_one():
+def test_acceptance_after_a_hit_is_that_without_one(opened_before):
     check_acceptance_after_a_hit(**{**ON_GPU, "kv_capacity": 1 << 14})
 
 
-def test_tokens_per_round_are_near_those_of_the_bf16_drafter():
+def test_tokens_per_round_are_near_those_of_the_bf16_drafter(opened_before):
     assert tokens_per_round(**ON_GPU) >= 0.95 * REPORTED_TOKENS
