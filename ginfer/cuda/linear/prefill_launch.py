@@ -99,13 +99,13 @@ COSTS = {
     LinearPrefillPlan(32, 1, 3): (390, 220),
     # for chunks beside decode, of whose few tiles the others leave half a wave empty
     LinearPrefillPlan(160, 3): (735, 735),
-    LinearPrefillPlan(192, 2): (590, 590),
     LinearPrefillPlan(112, 2): (415, 415),
     LinearPrefillPlan(96, 2): (390, 390),
-    LinearPrefillPlan(192, 1): (330, 330),
 }
 OTHERS = (  # tried by the tuner only
     LinearPrefillPlan(224, 2),
+    LinearPrefillPlan(192, 1),
+    LinearPrefillPlan(192, 2),
     LinearPrefillPlan(96, 3),
     LinearPrefillPlan(96, 1, 2),
     LinearPrefillPlan(64, 2, 2),

@@ -37,12 +37,12 @@ LONGEST_SPAN = {1: 8, 2: 4, 4: 2, 8: 4}  # k tiles between two barriers, by colu
 # queue behind the weights that are under way when the kernel before ends: work on a small matrix
 # begins up to a microsecond earlier where those are few.
 Q4_RINGS = {
-    1: {8_000: (4, 4), 13_000: (4, 6), inf: (8, 5)},
+    1: {8_000: (4, 4), inf: (8, 5)},
     2: {inf: (4, 5)},
     4: {inf: (4, 4)},
     8: {inf: (4, 3)},
 }
-SIZES = (8_000, 13_000, 1 << 20)  # tiles of a small, a medium and a large matrix
+SIZES = (8_000, 1 << 20)  # tiles of a small and a large matrix
 
 
 @dataclass(frozen=True)
