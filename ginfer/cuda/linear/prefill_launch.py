@@ -97,15 +97,15 @@ COSTS = {
     LinearPrefillPlan(128, 1): (250, 250),
     LinearPrefillPlan(64, 1, 2): (300, 255),
     LinearPrefillPlan(32, 1, 3): (390, 220),
-    # for chunks beside decode, of whose few tiles the others leave half a wave empty
-    LinearPrefillPlan(160, 3): (735, 735),
-    LinearPrefillPlan(112, 2): (415, 415),
+    # for chunks of 192 and 256 columns beside decode, of which the others leave half a wave empty
+    LinearPrefillPlan(192, 2): (589, 589),
     LinearPrefillPlan(96, 2): (390, 390),
+    LinearPrefillPlan(192, 1): (370, 295),
 }
 OTHERS = (  # tried by the tuner only
     LinearPrefillPlan(224, 2),
-    LinearPrefillPlan(192, 1),
-    LinearPrefillPlan(192, 2),
+    LinearPrefillPlan(160, 3),
+    LinearPrefillPlan(112, 2),
     LinearPrefillPlan(96, 3),
     LinearPrefillPlan(96, 1, 2),
     LinearPrefillPlan(64, 2, 2),
