@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 
 from ginfer.config import EngineConfig
 from ginfer.cpu.backend import CpuBackend
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 DEMO_PACKAGE = Path(__file__).parents[1] / "appliance/demo/qwen3.8-demo-groupwise-int.ginfer"
 BACKEND = os.environ.get("GINFER_TEST_BACKEND", "cpu")
 GPU_KV_CAPACITY = 65_536  # engines share the GPU; automatic capacity would take it all
+on_the_cpu = pytest.mark.skipif(BACKEND == "cuda", reason="a hook or an option of the CPU image")
 _ids = count()
 
 

@@ -114,7 +114,7 @@ def test_serving_takes_nothing(engine):
         run.wait(120)
     assert before == TAKEN
     with pytest.raises(SealedError):
-        queue.image.load([embedding_kernel("BF16", 1, 1 - int(queue.early))])
+        queue.image.load([embedding_kernel("BF16", 1 - int(queue.early))])
     engine.check_integrity()
 
 

@@ -33,7 +33,7 @@ def test_the_ledger_is_what_the_driver_has_given(device):
 
 
 def test_automatic_capacity_takes_the_device_and_leaves_the_reserve(device):
-    with open_gpu() as engine:
+    with open_gpu(kv_capacity=None) as engine:
         assert RESERVE_NBYTES // 4 < device.free_nbytes() <= 2 * RESERVE_NBYTES
         assert engine.info.max_context == 16_384
         assert engine.info.kv_capacity == 8 * 16_384

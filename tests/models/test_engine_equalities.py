@@ -22,6 +22,7 @@ from tests.engines import (
     complete,
     ids_prompt,
     make_request,
+    on_the_cpu,
     open_demo,
     random_prompt,
     submit,
@@ -191,6 +192,7 @@ class Uninterrupted:
         return [i for i, _ in drawn], [p for _, p in drawn]
 
 
+@on_the_cpu
 def test_a_continued_conversation_equals_the_uninterrupted_one(reusing):
     """Two turns through reuse; the reference never lets go of its state. The model's own ids come
     back exactly, so the second turn begins where the first one stopped."""

@@ -10,7 +10,7 @@ import pytest
 
 from ginfer.engine.request import Delta, Failed
 from ginfer.errors import InternalError, UnavailableError
-from tests.engines import complete, make_request, open_demo, random_prompt, submit
+from tests.engines import complete, make_request, on_the_cpu, open_demo, random_prompt, submit
 
 
 @pytest.fixture
@@ -19,6 +19,7 @@ def engine():
         yield engine
 
 
+@on_the_cpu
 def test_a_logit_that_is_not_finite_fails_its_row_alone(engine, monkeypatch):
     rng = np.random.default_rng(0)
     prompts = [random_prompt(rng, 50) for _ in range(2)]

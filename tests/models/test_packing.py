@@ -17,6 +17,7 @@ LENGTHS = (100, 64, 5, 200, 130, 1, 63, 500)
 @pytest.fixture(scope="module", params=[False, True], ids=["at-once", "ahead"])
 def engine(request):
     options = {"max_context": 2048, "prefix_reuse": False, "ahead": request.param}
+    options["prefill_chunk"] = 1024
     with open_demo(**options, decode_gap_ms=60_000) as engine:
         yield engine
         engine.check_integrity()

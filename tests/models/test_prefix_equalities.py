@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from ginfer.prompt import PromptOptions
-from tests.engines import complete, ids_prompt, make_request, open_demo, random_prompt, submit
+from tests.engines import (
+    complete,
+    ids_prompt,
+    make_request,
+    on_the_cpu,
+    open_demo,
+    random_prompt,
+    submit,
+)
 from tests.frontends import message
 
 GREEDY = {"temperature": 0.0, "logprobs": 3}
@@ -172,6 +180,7 @@ def test_what_is_computed_again_is_reported(warm):
     assert (hit.cached_tokens, hit.recomputed_tokens) == (320, 0)
 
 
+@on_the_cpu
 def test_an_idle_elastic_engine_gives_memory_back_and_serves_on(cold):
     prompt = random_prompt(np.random.default_rng(4), 300)
     want = values(complete(cold, prompt, 8, sampling=GREEDY, ignore_eos=True))

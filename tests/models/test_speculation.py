@@ -12,7 +12,15 @@ import pytest
 from ginfer.cpu.drafter import CpuDrafter
 from ginfer.errors import InternalError
 from tests.drafted import drafted_demo
-from tests.engines import complete, ids_prompt, make_request, open_demo, random_prompt, submit
+from tests.engines import (
+    complete,
+    ids_prompt,
+    make_request,
+    on_the_cpu,
+    open_demo,
+    random_prompt,
+    submit,
+)
 from tests.speculation_cases import (
     CASES,
     GREEDY,
@@ -96,6 +104,7 @@ def _seldom(rng, limit):
     return rng.choice((0,) * 9 + (limit,))
 
 
+@on_the_cpu
 def test_context_that_waits_for_company_makes_the_same_drafts(monkeypatch):
     """Rounds that draft nothing leave it to those that do."""
     follow, seen = CpuDrafter.follow, []
@@ -140,6 +149,7 @@ def test_a_reasoning_budget_is_kept_to_the_token(plain, drafting):
             assert usages[0] == usages[1]
 
 
+@on_the_cpu
 def test_a_bad_column_costs_its_request_alone(drafting, monkeypatch):
     rng = np.random.default_rng(0)
     prompts = [random_prompt(rng, 50) for _ in range(2)]
@@ -170,6 +180,7 @@ def test_a_bad_column_costs_its_request_alone(drafting, monkeypatch):
     assert again.started.cached_tokens == 0, "a history with a bad value must not be reused"
 
 
+@on_the_cpu
 def test_counters_add_up(drafting):
     before = drafting.stats()
     run = complete(drafting, ids_prompt(CASES[QUICK[1]]["prompt_ids"]), 60, ignore_eos=True)
@@ -204,6 +215,7 @@ def test_rounds_that_are_cut_short_leave_drafts_that_nobody_takes():
         engine.check_integrity()
 
 
+@on_the_cpu
 def test_drafts_ordered_before_a_round_is_read_are_those_behind_it(drafting, plain):
     """What was accepted is not known to the host when they are ordered."""
     with open_demo(ahead=True, **ROOMY, max_concurrency=4, package=drafted_demo()) as engine:

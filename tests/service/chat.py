@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -9,6 +10,8 @@ import orjson
 if TYPE_CHECKING:
     import socket
     from collections.abc import Iterator
+
+    from tests.service.server import Server
 
 MODEL = "qwen3.8-demo"
 OCCUPYING = 16_000  # tokens of a request that holds the lane of the narrow server
@@ -101,3 +104,16 @@ def text_of(events: list[Any]) -> str:
         if isinstance(event, dict)
         for choice in event.get("choices", ())
     )
+
+
+@contextmanager
+def occupied(server: Server) -> Iterator[None]:
+    """The one lane of the narrow server is taken for longer than any test takes."""
+    server.settle()
+    with server.connect() as sock:
+        send(sock, endless(OCCUPYING, stream=True))
+        with closing(SseReader(sock)) as reader:
+            next(reader.blocks())
+            server.wait_metric("ginfer_engine_running", 1)
+            yield
+    server.settle()

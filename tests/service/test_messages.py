@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tests.service.chat import OCCUPYING, SseReader, endless, head, send
+from tests.service.chat import SseReader, head, occupied
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,19 +22,6 @@ HELLO: dict[str, Any] = {
     "thinking": {"type": "disabled"},
     "temperature": 0,
 }
-
-
-@contextmanager
-def occupied(server: Server) -> Iterator[None]:
-    """The one lane of the narrow server is taken for longer than any test takes."""
-    server.settle()
-    with server.connect() as sock:
-        send(sock, endless(OCCUPYING, stream=True))
-        with closing(SseReader(sock)) as reader:
-            next(reader.blocks())
-            server.wait_metric("ginfer_engine_running", 1)
-            yield
-    server.settle()
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.service.chat import ANSWERS, MODEL, STOP_IDS, SseReader, head
+from tests.service.chat import ANSWERS, MODEL, STOP_IDS, SseReader, head, occupied
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -360,12 +360,8 @@ def test_a_client_that_leaves_stores_nothing_and_frees_its_slot(server: Server) 
 
 
 def test_in_the_queue_it_shows_life_and_its_timeout_is_told(narrow: Server) -> None:
-    slow = {"temperature": 2.0, "max_output_tokens": 15_000}  # repetitions would be copied
-    with streaming(narrow, **(ENDLESS | slow)) as running:
-        next(running.blocks())
-        narrow.wait_metric("ginfer_engine_running", 1)
-        with streaming(narrow) as waiting:
-            blocks = list(waiting.blocks())
+    with occupied(narrow), streaming(narrow) as waiting:
+        blocks = list(waiting.blocks())
     assert ": keep-alive" in blocks
     events = [read_event(block) for block in blocks if block != ": keep-alive"]
     assert [name for name, _ in events] == [
