@@ -17,7 +17,7 @@ from ginfer.batch import Phase
 from ginfer.cuda.blocks import Blocks
 from ginfer.cuda.chunk_times import ChunkTimes
 from ginfer.cuda.drafter.drafter import draft_rows
-from ginfer.cuda.drafter.weights import check_shapes, upload_drafter
+from ginfer.cuda.drafter.weights import check_shapes, context_nbytes, upload_drafter
 from ginfer.cuda.frame import Frame, Staged, table_words
 from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.catalog import kernels_of
@@ -121,7 +121,7 @@ class CudaBackend:
         if speculates:
             self.speculation = CudaSpeculation(spec, self._drafter, queue=self._queue)
         self._kernels_nbytes = self._taken()
-        self._graphs_nbytes = 0
+        self._weights_nbytes = self._graphs_nbytes = 0
         self._model: Model | None = None
         self._memory: Arena | None = None
         self._graphs: dict[tuple[int, int, bool], Graph] = {}  # rows, columns, whether it records
@@ -135,8 +135,10 @@ class CudaBackend:
     def room(self, weights_nbytes: int, host_nbytes: int) -> Room:
         """What is free beside the weights and a reserve."""
         free, weights = self._device.free_nbytes(), arena_nbytes(weights_nbytes)
-        weights += arena_nbytes(0) if self._drafter else 0
-        ring = self._drafter.ring_nbytes if self._drafter else 0
+        ring = 0
+        if self._drafter is not None:
+            weights += arena_nbytes(context_nbytes(self._drafter))
+            ring = self._drafter.ring_nbytes
         if weights + RESERVE_NBYTES > free:
             raise ConfigError(
                 f"the weights need {human_bytes(weights + RESERVE_NBYTES)} of GPU memory, "
@@ -162,7 +164,7 @@ class CudaBackend:
         for tensor in tensors:
             (drafts if tensor.name.startswith(DRAFTER) else ours).append(tensor)
         self._model = upload(self._spec, ours, self._queue.stream, progress)
-        self._held.callback(self._model.arena.close)
+        self._hold_weights(self._model.arena)
         if self._drafter is not None:
             self._load_drafter(drafts, progress, sum(t.data.nbytes for t in ours))
 
@@ -174,8 +176,12 @@ class CudaBackend:
         weights = upload_drafter(
             self._drafter, tensors, self._queue.stream, lambda n: progress(done + n)
         )
-        self._held.callback(weights.arena.close)
+        self._hold_weights(weights.arena)
         self.speculation.load(weights, self._device.info.num_sms)
+
+    def _hold_weights(self, arena: Arena) -> None:
+        self._weights_nbytes += arena.taken_nbytes
+        self._held.callback(arena.close)
 
     def allocate(self, plan: MemoryPlan) -> None:
         """Take and zero all memory, then capture the graphs of decode rounds."""
@@ -394,11 +400,10 @@ class CudaBackend:
 
     def ledger(self) -> dict[str, int]:
         """Bytes on the device by use, as the driver counts them; parking is host memory."""
-        assert self._model is not None
         assert self._memory is not None
         named = {name: self._memory.ledger[name] for name in ("arena", "slots", "counts")}
         return {
-            "weights": self._model.arena.taken_nbytes,
+            "weights": self._weights_nbytes,
             **named,
             "workspace": self._memory.taken_nbytes - sum(named.values()),
             "kernels": self._kernels_nbytes,

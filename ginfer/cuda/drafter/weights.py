@@ -63,9 +63,9 @@ class DrafterWeights:
     arena: Arena
 
 
-def context_nbytes(tensors: Iterable[PackedTensor]) -> int:
-    """Bytes that the second copies of k and v take."""
-    return sum(t.data.nbytes for t in tensors if t.name.endswith(("k_proj", "v_proj")))
+def context_nbytes(d: DrafterSpec) -> int:
+    """Bytes that the second copies of k and v take at most."""
+    return d.num_layers * 2 * d.kv_width * d.hidden_size * 2  # as BF16
 
 
 def matrix_shapes(d: DrafterSpec) -> tuple[tuple[int, int], ...]:

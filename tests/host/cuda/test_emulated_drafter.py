@@ -4,9 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from ginfer.backend import MemoryPlan
+from ginfer.cuda.backend import CudaBackend
 from ginfer.cuda.drafter.weights import upload_drafter
+from ginfer.cuda.runtime.memory import Arena
 from ginfer.cuda.runtime.queue import Queue
 from ginfer.cuda.runtime.stream import Stream
+from ginfer.engine.memory import page_nbytes
 from ginfer.errors import ArtifactError, ConfigError
 from ginfer.models.dflash2 import QWEN_DEMO_DRAFTER
 from scripts.random_models import MODELS
@@ -102,3 +106,30 @@ def test_what_lacks_or_has_no_kernel_is_named(queue):
         upload_drafter(SPEC, lost, queue.stream, lambda _: None)
     with pytest.raises(ConfigError, match="heads of 128 dims"):
         upload_drafter(replace(SPEC, head_dim=64), tensors, queue.stream, lambda _: None)
+
+
+def test_the_ledger_counts_every_arena_that_is_taken(queue, monkeypatch):
+    taken, real = [], Arena.__init__
+
+    def note(arena, nbytes, name):
+        real(arena, nbytes, name)
+        taken.append(arena)
+
+    monkeypatch.setattr(Arena, "__init__", note)
+    spec = TARGET.spec
+    image = CudaBackend(spec, graphs=False, speculates=True, drafter=SPEC)
+    image.load([*TARGET.packed(), *random_drafter(TARGET, SPEC, "q4")], lambda _: None)
+    plan = MemoryPlan(
+        num_rows=2,
+        num_units=4,
+        unit_nbytes=page_nbytes(spec),
+        num_slots=4,
+        max_columns=8,
+        max_pages_per_row=2,
+        max_recorded=8,
+    )
+    image.allocate(plan)
+    assert [arena.name for arena in taken] == ["weights", "weights", "memory of requests"]
+    ledger = image.ledger()
+    assert sum(ledger.values()) == sum(arena.taken_nbytes for arena in taken)
+    image.close()

@@ -7,6 +7,7 @@ import pytest
 from ginfer.config import EngineConfig
 from ginfer.cuda import backend as image
 from ginfer.cuda.backend import RESERVE_NBYTES, CudaBackend, parts_nbytes, request_parts
+from ginfer.cuda.weights import arena_nbytes
 from ginfer.engine import backends
 from ginfer.engine.backends import open_backend
 from ginfer.engine.memory import plan_memory
@@ -24,9 +25,9 @@ def room(monkeypatch):
     """room(free bytes) of the emulated GPU for the weights of the 27B model."""
     install(monkeypatch)
 
-    def of(free_nbytes, weights_nbytes=WEIGHTS_NBYTES):
+    def of(free_nbytes, weights_nbytes=WEIGHTS_NBYTES, **options):
         monkeypatch.setattr(Device, "free_nbytes", lambda self: free_nbytes)
-        return CudaBackend(SPEC).room(weights_nbytes, 64 * GIB)
+        return CudaBackend(SPEC, **options).room(weights_nbytes, 64 * GIB)
 
     return of
 
@@ -59,6 +60,14 @@ def test_a_plan_costs_what_is_allocated_for_it(room):
     assert capacity.kv_capacity == 65_536
     assert capacity.nbytes == parts_nbytes(request_parts(SPEC, capacity.plan))
     assert capacity.nbytes < 20 * GIB
+
+
+def test_a_drafter_has_an_arena_of_its_own_with_second_copies_of_keys_and_values(room):
+    free, d = 139 * GIB, QWEN_27B.drafter
+    taken = free - room(free, speculates=True, drafter=d).nbytes - RESERVE_NBYTES
+    vectors = arena_nbytes(0)
+    copies = d.num_layers * 2 * d.kv_width * d.hidden_size * 2
+    assert taken == WEIGHTS_NBYTES + copies + 2 * vectors
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers_before_it_is_loaded(room):
