@@ -10,7 +10,7 @@ import numpy as np
 
 from ginfer.batch import ForwardBatch, Phase, WorkUnits
 from ginfer.cpu.rope import frequency_axes, inverse_frequencies
-from ginfer.cuda.attention.append import append_kernel
+from ginfer.cuda.attention.append import append_kernel, blocks_of
 from ginfer.cuda.attention.expand import attention_expand_kernel
 from ginfer.cuda.attention.merge import attention_merge_kernel
 from ginfer.cuda.attention.pages import TILE, PageShape
@@ -147,7 +147,7 @@ def check_append(run, cache, seed=0):
     angles = np.outer(inverse_frequencies(THETA, 32).astype(np.float64), np.ones(T))
     angles = (angles * positions[frequency_axes(SECTIONS)]).T
     rope = np.concatenate([np.cos(angles), np.sin(angles)], 1).astype(np.float32, order="C")
-    before, blocks = cache.heads, div_ceil(H + G, 4)
+    before, blocks = cache.heads, blocks_of(H, G)
     run(
         append_kernel(32, cache.shape.packed, run.early),
         T * blocks,
