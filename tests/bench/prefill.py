@@ -1,9 +1,11 @@
 """Prefill of a whole model on a GPU: tokens/s of prompts, their parts, and decode beside a prompt.
 
-python -m tests.bench.prefill PACKAGE [--long] [--out FILE] [--commit SHA]   needs torch with CUDA
+python -m tests.bench.prefill PACKAGE [--prompts N ...] [--out FILE]         needs torch with CUDA
 
-Prompts are random ids. Parts are graphs of a chunk's kernels alone, in its tables and values;
-`rest` is what is left of the chunk's graph, `host` what Python takes to order it, at the same time.
+Prompts are random ids, 512 to 256K of them: about three minutes. Parts are graphs of a chunk's
+kernels alone, in its tables and values; `rest` is what is left of the chunk's graph, `host` what
+Python takes to order it, at the same time. Of a long prompt a few chunks are measured, behind
+copies of the first one's K/V, and those between them are interpolated: attention grows linearly.
 Fractions are of cuBLAS bf16 at 8192^3 in the same run, over multiply-adds of matrices or attention.
 """
 
@@ -43,9 +45,10 @@ if TYPE_CHECKING:
 
 KIB_TOKENS = 1024
 CHUNK = 8192
-PROMPTS = (512, 2048, 8192, 32768, 131072)
-LONG = 262_144 - KIB_TOKENS
-PARTED = (8192, 131072)
+MAX_CONTEXT = 262_144
+PROMPTS = (512, 2048, 8192, 32768, 131072, MAX_CONTEXT - 16)
+SAMPLES = 5  # chunks of a prompt whose parts are measured
+LONG_MS = 100.0  # what takes longer is measured once
 PARTS = ("linear", "gdn", "attention")
 ROWS, CONTEXT, BESIDE = 7, 1024, 65536
 UNDISTURBED = 200  # rounds
@@ -122,9 +125,17 @@ class Chunks:
         """Time of the kernels from modules with this prefix."""
         work = partial(self._launch, prefix, staged)
         graph = Graph(self._backend._queue.stream, work, name=prefix)
-        ms = min(self._timer.milliseconds(graph.replay) for _ in range(3))
+        ms = self._timer.milliseconds(graph.replay)
+        for _ in range(2 if ms < LONG_MS else 0):
+            ms = min(ms, self._timer.milliseconds(graph.replay))
         graph.close()
         return ms
+
+    def copy_first(self, columns: int) -> None:
+        """The K/V of the first columns behind themselves, over and over."""
+        pages = columns // PAGE_TOKENS
+        for page in range(pages, self._pages.size):
+            self._backend.copy_page(page % pages, page)
 
     def _launch(self, prefix: str, staged: Any) -> None:
         backend, image = self._backend, self._backend._queue.image
@@ -144,23 +155,35 @@ class Chunks:
             image.launch = launch
 
 
+def name_of(tokens: int) -> str:
+    """Of a prompt's figures."""
+    return f"prefill.{tokens / KIB_TOKENS:.3g}k"
+
+
 def measure_parts(engine: Engine, tokens: int, ceiling: float) -> Figures:
     """Where the time of a prompt goes. ceiling: FLOP/s of cuBLAS."""
-    name = f"prefill.{tokens // KIB_TOKENS}k"
+    name, starts = name_of(tokens), np.arange(0, tokens, CHUNK)
+    measured = starts[np.unique(np.linspace(0, len(starts) - 1, SAMPLES).round().astype(int))]
 
     def work(_: Any, backend: Any) -> tuple[list[ChunkTimes], float, float]:
         chunks, found = Chunks(backend, tokens), []
-        for start in range(0, tokens, CHUNK):
+        for start in measured.tolist():
             parts = PARTS if start == 0 else ("attention",)
             found.append(chunks.measure(start, min(CHUNK, tokens - start), parts))
+            if start == 0:
+                chunks.copy_first(min(CHUNK, tokens))
         return found, matrix_flops(backend._model), attention_flops(backend, 0, tokens)
 
     chunks, flops, attention = engine.between_rounds(work)
-    eager, first = sum(c.eager for c in chunks), chunks[0]
-    ms = {part: first.parts[part] * len(chunks) for part in PARTS}
-    ms["attention"] = sum(c.parts["attention"] for c in chunks)
-    ms["rest"] = (first.graph - sum(first.parts.values())) * len(chunks)
-    host = sum(c.host for c in chunks)
+
+    def total(values: list[float]) -> float:
+        return float(np.interp(starts, measured, values).sum())
+
+    first, eager = chunks[0], total([c.eager for c in chunks])
+    host = total([c.host for c in chunks])
+    ms = {part: first.parts[part] * len(starts) for part in PARTS}
+    ms["attention"] = total([c.parts["attention"] for c in chunks])
+    ms["rest"] = (first.graph - sum(first.parts.values())) * len(starts)
     print(f"{name}: {eager:.0f} ms,", ", ".join(f"{p} {v:.0f}" for p, v in ms.items()), end="; ")
     print(f"host {host:.0f} ms, the first chunk as a graph {first.graph:.1f} of {first.eager:.1f}")
     return {
@@ -175,16 +198,15 @@ def measure_parts(engine: Engine, tokens: int, ceiling: float) -> Figures:
     }
 
 
-def measure_prompts(engine: Engine, prompts: tuple[int, ...]) -> Figures:
-    """Tokens/s of prompts alone in the engine."""
+def measure_prompts(engine: Engine, prompts: tuple[int, ...], ceiling: float) -> Figures:
+    """Tokens/s of prompts alone in the engine, and their parts."""
     figures: Figures = {}
     measure_prefill(engine, PROMPTS[0])
     for tokens in prompts:
-        if tokens < engine.info.max_context:
-            speed = max(measure_prefill(engine, tokens) for _ in range(3 if tokens < CHUNK else 1))
-            kib = f"{tokens / KIB_TOKENS:.3g}"
-            figures[f"prefill.{kib}k.tok_s"] = (speed, "tokens/s")
-            print(f"prefill.{kib}k.tok_s {speed:.0f}", flush=True)
+        speed = max(measure_prefill(engine, tokens) for _ in range(3 if tokens < CHUNK else 1))
+        figures[f"{name_of(tokens)}.tok_s"] = (speed, "tokens/s")
+        print(f"{name_of(tokens)}.tok_s {speed:.0f}", flush=True)
+        figures |= measure_parts(engine, tokens, ceiling)
     return figures
 
 
@@ -270,7 +292,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("package", type=Path)
     parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS, help="tokens")
-    parser.add_argument("--long", action="store_true", help="a prompt of almost 256K as well")
     parser.add_argument("--decode-gap-ms", type=int, default=30, help="of the engine")
     parser.add_argument("--out", type=Path, nargs="?", const=SUMMARY, help="merge figures into it")
     parser.add_argument("--commit", default="", help="the commit to record; default: git's")
@@ -282,17 +303,14 @@ def main() -> None:
     config = EngineConfig(
         package=options.package,
         backend="cuda",
-        max_context=262_144 if options.long else 160 * KIB_TOKENS,
+        max_context=MAX_CONTEXT,
         prefill_chunk=CHUNK,
         decode_gap_ms=options.decode_gap_ms,
         prefix_reuse=False,
     )
     with Engine.open(config) as engine:
-        figures |= measure_prompts(engine, (*options.prompts, *([LONG] * options.long)))
+        figures |= measure_prompts(engine, tuple(options.prompts), ceiling)
         figures |= measure_interleaving(engine)
-        for tokens in PARTED:
-            if tokens in options.prompts:
-                figures |= measure_parts(engine, tokens, ceiling)
     for name, (value, unit) in figures.items():
         print(f"{name} {value:.4g} {unit}")
     if options.out:
