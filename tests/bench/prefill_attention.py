@@ -61,8 +61,8 @@ class Attention:
         self.pages = torch.randperm(self.P, device="cuda").int()
         self.totals = torch.zeros(TOTALS_NBYTES, device="cuda", dtype=torch.uint8)
 
-    def launch(self, start: int, T: int) -> Callable[[], None]:
-        """A launch of columns start .. start + T."""
+    def columns(self, start: int, T: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
+        """A launch of columns start .. start + T, their q, k, gate and v, and where results go."""
         most = columns_of_item(self.bench.image.capability, H // G)
         first = np.arange(0, T, most)[::-1]
         items = torch.from_numpy(np.column_stack([first, np.minimum(most, T - first)]).copy())
@@ -88,11 +88,11 @@ class Attention:
             addresses = (kept[4].data_ptr(), kept[3].data_ptr())
             attention_prefill(queue, *addresses, kv=kv, columns=columns, shape=shape)
 
-        return launch
+        return launch, qkgv, out
 
     def us(self, start: int, T: int) -> float:
         """Time of one launch."""
-        return self.bench.time([self.launch(start, T)])
+        return self.bench.time([self.columns(start, T)[0]])
 
 
 def sdpa_us(start: int, T: int, backend: torch.nn.attention.SDPBackend) -> float:
