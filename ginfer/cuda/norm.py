@@ -70,6 +70,27 @@ def add_squares(total, held, p):
 
 
 @cuda.jit(device=True, inline="always")
+def fetch_row(held, row, thread, C):
+    """held = pairs of the thread's columns of a row."""
+    for i in range(HELD):
+        c = uint32((thread + uint32(i * THREADS)) * uint32(8))
+        if c < C:
+            q = ld_global_u32x4(row + int64(c) * 2)
+            for j in range(4):
+                held[4 * i + j] = q[j]
+
+
+@cuda.jit(device=True, inline="always")
+def squares_of_row(held, thread, C):
+    """Sum of the squares of what `fetch_row` has fetched."""
+    total = float32(0.0)
+    for i in range(HELD):
+        if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
+            total = add_squares(total, held, 4 * i)
+    return total
+
+
+@cuda.jit(device=True, inline="always")
 def inverse_rms(total, C, eps):
     """1 / sqrt(total / C + eps)."""
     return rsqrt_approx(add_rn_f32(div_rn_f32(total, float32(C)), eps))
@@ -108,21 +129,13 @@ def rms_norm_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
         if columns != 0:
             source = uint32(ld_global_u32(row_of_32(columns, token)))
         row = x + int64(source) * int64(C) * 2
-        total = float32(0.0)
         for i in range(HELD):
             c = uint32((thread + uint32(i * THREADS)) * uint32(8))
             if c < C:
                 load_factors(f, 8 * i, w, c)
         wait()
-        for i in range(HELD):
-            c = uint32((thread + uint32(i * THREADS)) * uint32(8))
-            if c < C:
-                q = ld_global_u32x4(row + int64(c) * 2)
-                for j in range(4):
-                    held[4 * i + j] = q[j]
-        for i in range(HELD):
-            if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
-                total = add_squares(total, held, 4 * i)
+        fetch_row(held, row, thread, C)
+        total = squares_of_row(held, thread, C)
         c = uint32((thread + uint32(HELD * THREADS)) * uint32(8))
         while c < C:
             load_bf16x8(v, row + int64(c) * 2)
@@ -153,16 +166,6 @@ def rms_norm_rows_kernel(early: int):  # type: ignore[no-untyped-def]
     row, and reads the next one while it works on one."""
     start, warps, held_words = follow(early), THREADS // 32, 4 * HELD
 
-    @cuda.jit(device=True, inline="always")
-    def fetch(held, x, token, thread, C):
-        row = x + int64(token) * int64(C) * 2
-        for i in range(HELD):
-            c = uint32((thread + uint32(i * THREADS)) * uint32(8))
-            if c < C:
-                q = ld_global_u32x4(row + int64(c) * 2)
-                for j in range(4):
-                    held[4 * i + j] = q[j]
-
     @cuda.jit(fastmath=True, launch_bounds=THREADS)
     def rms_norm_rows(y, x, w, T, C, eps):
         words = shared_address(cuda.shared.array(warps, float32))
@@ -170,17 +173,14 @@ def rms_norm_rows_kernel(early: int):  # type: ignore[no-untyped-def]
         pairs, f = cuda.local.array(4, uint32), cuda.local.array(8, float32)
         start()
         token, thread = uint32(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
-        fetch(ahead, x, token, thread, C)
+        fetch_row(ahead, x + int64(token) * int64(C) * 2, thread, C)
         while token < T:
             for i in range(held_words):
                 held[i] = ahead[i]
             following = uint32(token + uint32(cuda.gridDim.x))
             if following < T:
-                fetch(ahead, x, following, thread, C)
-            total = float32(0.0)
-            for i in range(HELD):
-                if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
-                    total = add_squares(total, held, 4 * i)
+                fetch_row(ahead, x + int64(following) * int64(C) * 2, thread, C)
+            total = squares_of_row(held, thread, C)
             inv = inverse_rms(block_sum(total, words, warps), C, eps)
             for i in range(HELD):
                 c = uint32((thread + uint32(i * THREADS)) * uint32(8))
