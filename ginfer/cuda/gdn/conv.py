@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.lib.numeric import (
-    follow,
     follow_late,
     high_f32,
     low_f32,
@@ -111,7 +110,7 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
 def conv_prefill_kernel(early: int):  # type: ignore[no-untyped-def]
     """Arguments y, mix, taps, history, indptr, state_in, state_out, X, W, pieces, blocks. A row has
     `pieces` pieces and `blocks` blocks of channels per piece. X, W: multiples of 8."""
-    start, words = follow(early), WIDE // 2
+    (start, wait), words = follow_late(early), WIDE // 2
     ahead, all_words, all_taps = (TAPS - 1) * words, (TAPS - 1 + AT_ONCE) * words, TAPS * WIDE
 
     @cuda.jit(device=True, inline="always")
@@ -151,15 +150,17 @@ def conv_prefill_kernel(early: int):  # type: ignore[no-untyped-def]
         end = int64(ld_global_u32(row_of_32(indptr, uint32(row + uint32(1)))))
         t = first + int64(unit - row * pieces) * PIECE
         stop = min(t + PIECE, end)
-        if c < X and t < end:
-            slot = int64(ld_global_u32(row_of_32(state_in, row)))
-            old = history + (slot * int64(X) * (TAPS - 1) + int64(c)) * 2
-            load_before(v, mix, old, t, first, X, W, c)
+        slot = int64(ld_global_u32(row_of_32(state_in, row)))
+        if c < X:
             for k in range(TAPS):
                 for i in range(2):
                     q = ld_global_f32x4(taps + (int64(k) * int64(X) + int64(c) + 4 * i) * 4)
                     for j in range(4):
                         w[k * WIDE + 4 * i + j] = q[j]
+        wait()
+        if c < X and t < end:
+            old = history + (slot * int64(X) * (TAPS - 1) + int64(c)) * 2
+            load_before(v, mix, old, t, first, X, W, c)
             while t < stop:
                 for i in range(AT_ONCE):
                     if t + i < stop:
