@@ -3,8 +3,10 @@
 A snapshot is worth the tokens that would have to be computed again without it (since the one before
 it on its path), per byte that its loss would free. The worth halves while HALF_LIFE requests are
 admitted that do not use it. A snapshot that one conversation has gone past is unlikely to be
-needed again, until a second request starts there or when it ends a system prompt. Snapshots inside
-long prompts go before all others. K/V without a snapshot is never kept.
+needed again, until a second request starts there or when it ends a system prompt. One that a
+waiting request will start from is worth more: where more conversations take turns than memory
+holds, the least recently used is the next to be needed. Snapshots inside long prompts go before all
+others. K/V without a snapshot is never kept.
 
 A new snapshot is kept if it is worth more than the one that makes room, or if that one has lain
 idle: a conversation that runs now goes before a longer one that nobody has come back to.
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 HALF_LIFE = 64  # admitted requests
 IDLE_TURNS = 4  # admitted requests per lane after which an unused snapshot is idle
 PASSED_BITS = 3.0  # log2 of the discount for what a conversation has gone past
+WAITED_BITS = 5.0  # log2 of what it adds that somebody waits for a snapshot
 
 
 def worth(snapshot: Snapshot, geometry: CacheGeometry) -> Worth:
@@ -41,6 +44,7 @@ def worth(snapshot: Snapshot, geometry: CacheGeometry) -> Worth:
     shared = snapshot.kind is SnapshotKind.SYSTEM or snapshot.hits > 1
     discount = PASSED_BITS if snapshot.passed and not shared else 0.0
     bits = log2(tokens / nbytes) + snapshot.used / HALF_LIFE - discount
+    bits += WAITED_BITS if snapshot.waiting else 0.0
     return snapshot.kind is not SnapshotKind.INTERVAL, bits
 
 

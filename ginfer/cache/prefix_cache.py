@@ -92,6 +92,7 @@ class PrefixCache:
         self._unshared = 0  # pages promised to running sequences beyond those segments
         self._tick = 0
         self._asked: tuple[PreparedPrompt, bytes, Hit] | None = None  # last, if nothing has changed
+        self._expected: list[tuple[PreparedPrompt, Snapshot]] = []  # of requests that wait
 
     @property
     def promised_pages(self) -> int:
@@ -111,6 +112,26 @@ class PrefixCache:
             data = _history(prompt.token_ids)
             self._asked = prompt, data, self._match(prompt, data)
         return self._asked[1:]
+
+    def expect(self, prompt: PreparedPrompt) -> None:
+        """A request waits: what it could reuse now is kept rather than other things, until it is
+        acquired or dismissed."""
+        snapshot = self.match(prompt).snapshot
+        if snapshot is not None:
+            self._expected.append((prompt, snapshot))
+            snapshot.waiting += 1
+            snapshot.used = self._tick
+            self._memory.touch(snapshot)
+
+    def dismiss(self, prompt: PreparedPrompt) -> None:
+        """A request waits no more; nothing happens if none did."""
+        for i, (expected, snapshot) in enumerate(self._expected):
+            if expected is prompt:
+                del self._expected[i]
+                snapshot.waiting -= 1
+                if self._memory.keeps(snapshot):
+                    self._memory.touch(snapshot)
+                return
 
     def known_tokens(self, prompt: PreparedPrompt) -> int:
         """Tokens in front whose K/V is here, in whole pages, with a usable state or without."""
@@ -143,6 +164,7 @@ class PrefixCache:
         if not self._fits(hit, num_pages):
             return None
         self._asked = None
+        self.dismiss(prompt)
         (slot,) = self._slots.allocate(1)
         sequence = Sequence(
             slot=slot,
@@ -259,6 +281,9 @@ class PrefixCache:
         assert self._locked == sum(len(node.pages) for node in segments if node.refs)
         assert self._unshared == sum(s.num_pages - s.node.end // PAGE_TOKENS for s in self._active)
         assert self.promised_pages <= self.num_pages, "more is promised than there is"
+        waiting = Counter(snapshot for _, snapshot in self._expected)
+        live = (*self._memory.resident, *self._memory.parked)
+        assert all(s.waiting == waiting[s] for s in live), "a request that waits is lost"
         self._memory.check_integrity(private)
         self._slots.check_integrity([s.slot for s in self._active])
 

@@ -57,6 +57,10 @@ class Residency:
         """Move a snapshot to where its changed facts belong in the order of eviction."""
         (self.parked if snapshot.parked else self.resident).push(snapshot)
 
+    def keeps(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot is still there."""
+        return snapshot in self.resident or snapshot in self.parked
+
     def load(self, snapshot: Snapshot, slot: int, pages: list[int]) -> None:
         """Load a snapshot of a locked node into `slot`, and its partial page, if it has one, into a
         private page that is appended to `pages`."""

@@ -32,7 +32,7 @@ class Snapshot:
     units: where the state is. page: copy of the partial last page (-1 without one, when `rest` is
     empty). parked: `units` and `page` are on the host. made_by: of the whole history; last_by: of
     its last token. seams: those in `rest`. hits: sequences that started here; passed: a sequence
-    has gone on past it. used: tick of the last use.
+    has gone on past it; waiting: requests that will start here. used: tick of the last use.
     """
 
     node: Segment
@@ -47,6 +47,7 @@ class Snapshot:
     seams: tuple[Seam, ...] = ()
     hits: int = 0
     passed: bool = False
+    waiting: int = 0
     used: int = 0
 
 

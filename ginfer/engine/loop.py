@@ -109,6 +109,7 @@ class RoundLoop:
             self._end(job, Ending(reason=FinishReason.OUTPUT_LIMIT))
         else:
             self._waiting.append(job)
+            self.cache.expect(request.prompt)
             self._stalled = False
 
     def cancel(self, request_id: str, since: float) -> None:
@@ -226,9 +227,8 @@ class RoundLoop:
         prompt = self._waiting[0].request.prompt
         if self._prefill.will_help(prompt, self.cache.match(prompt).num_tokens):
             return False
-        return self._admission.fits(
-            [*self._running_claims(), self._waiting_claim(self._waiting[0])]
-        )
+        claims = *self._running_claims(), self._waiting_claim(self._waiting[0])
+        return self._admission.fits(claims)
 
     def _admit(self) -> bool:
         """Let the request enter that the policy chooses, if any."""
@@ -473,7 +473,7 @@ class RoundLoop:
         if job.lane < 0:
             if job in self._waiting:
                 self._waiting.remove(job)
-                self._stalled = False
+                self.cache.dismiss(job.request.prompt)
         else:
             assert job.sequence is not None
             prompt, frontier = job.request.prompt, int(self._rank.frontier[job.lane])
@@ -485,11 +485,11 @@ class RoundLoop:
             history = np.concatenate((prompt.token_ids, np.array(job.generated, np.int32)))
             self.cache.release(job.sequence, history[:frontier], sound=keep)
             self._lanes[job.lane] = None
-            self._stalled = False
             self._ready = tuple(lane for lane in self._ready if lane != job.lane)
             if job in self._prefill.jobs:
                 self._prefill.jobs.remove(job)
             job.lane = -1
+        self._stalled = False
         self._on_end(job.request.request_id)
 
     def _tell(self, job: Job, events: tuple[Event, ...]) -> None:

@@ -20,6 +20,7 @@ import platform
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
@@ -93,7 +94,7 @@ class Ask:
     turns: tuple[Ids, ...]
     max_tokens: int
 
-    @property
+    @cached_property
     def prompt(self) -> PreparedPrompt:
         """As the engine takes it."""
         starts = tuple(accumulate(len(turn) for turn in self.turns))
@@ -260,27 +261,35 @@ def _reply(events: SimpleQueue[Event]) -> Reply:
 
 
 class CacheServer:
-    """The cache alone: every answer is random, nothing is computed."""
+    """The cache alone: every answer is random, nothing is computed. Requests are promised
+    `num_pages` together."""
 
-    def __init__(self, geometry: CacheGeometry) -> None:
-        self._cache = PrefixCache(geometry, Nowhere())
+    def __init__(self, geometry: CacheGeometry, num_pages: int) -> None:
+        self._cache, self._num_pages = PrefixCache(geometry, Nowhere()), num_pages
         self._rng = random.Random(0)
 
     def serve(self, wave: Sequence[Ask]) -> list[Reply]:
         """Prefill one after the other; the first ones end when the next does not fit."""
         running: deque[tuple[Ask, KvSequence]] = deque()
+        cache = self._cache
         replies: list[Reply] = []
         for ask in wave:
+            cache.expect(ask.prompt)
+        for ask in wave:
             pages = entitled_pages(ask.prompt.num_tokens, ask.max_tokens)
-            while (sequence := self._cache.acquire(ask.prompt, pages)) is None:
+            while (sequence := self._admit(ask, pages)) is None:
                 replies.append(self._end(*running.popleft()))
             for point in (*sequence.points, ask.prompt.num_tokens):
-                self._cache.grow(sequence, point)
-                self._cache.commit(sequence, point)
+                cache.grow(sequence, point)
+                cache.commit(sequence, point)
             running.append((ask, sequence))
         replies += [self._end(*pair) for pair in running]
-        self._cache.check_integrity()
+        cache.check_integrity()
         return replies
+
+    def _admit(self, ask: Ask, pages: int) -> KvSequence | None:
+        promised = self._cache.promised_pages + self._cache.cost(ask.prompt, pages)
+        return self._cache.acquire(ask.prompt, pages) if promised <= self._num_pages else None
 
     def _end(self, ask: Ask, sequence: KvSequence) -> Reply:
         ids = [self._rng.randrange(10, 4000) for _ in range(ask.max_tokens)]
@@ -318,7 +327,7 @@ def measure_cache(size: Size, spec: ModelSpec) -> dict[str, tuple[float, str]]:
     page = memory.page_nbytes(spec)
     figures = {}
     for name, share in (("full", 1.0), ("half", 0.5)):
-        pages = div_ceil(int(size.total * share), PAGE_TOKENS)
+        pages = div_ceil(max(int(size.total * share), size.longest), PAGE_TOKENS)
         states = int(size.agents * memory.SNAPSHOTS_PER_LANE * share)
         state = slot_nbytes(spec)
         geometry = CacheGeometry(
@@ -328,7 +337,7 @@ def measure_cache(size: Size, spec: ModelSpec) -> dict[str, tuple[float, str]]:
             state_nbytes=state,
             num_slots=size.agents,
         )
-        scores = [replay(size, CacheServer(geometry), seed) for seed in SEEDS]
+        scores = [replay(size, CacheServer(geometry, pages), seed) for seed in SEEDS]
         print(f"{name}: {scores}")
         reuse = sum(s.reused for s in scores) / sum(s.reusable for s in scores)
         figures[f"reuse.cache.{name}"] = (reuse, "of reusable tokens")

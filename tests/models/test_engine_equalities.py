@@ -305,3 +305,4 @@ def test_nothing_leaks_under_random_load_with_random_cancels(reusing):
     assert stats["promised_pages"] == 0
     assert stats["free_slots"] == 8
     assert stats["cached_tokens"] > 0
+    assert not reusing.between_rounds(lambda cache, _: cache._expected), "nobody waits"

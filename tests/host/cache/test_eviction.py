@@ -68,6 +68,39 @@ def test_passed_snapshots_go_before_the_frontier():
     assert w.cache.match(prompt([*range(64), 7, 7])).num_tokens == 64
 
 
+def test_what_a_request_waits_for_goes_after_what_was_used_last():
+    kept = []
+    for waits in (False, True):
+        w = world(70)
+        w.serve(range(1000), turns=(5, 990), answer=range(1000, 1100))
+        again = prompt(range(1200))
+        if waits:
+            w.cache.expect(again)
+        for other in range(2):
+            w.serve([5000 + other] * 1500, turns=(5, 1490), answer=range(100))
+        kept.append(w.cache.match(again).num_tokens)
+    assert kept == [0, 1100]
+    run = w.admit(again, 1)
+    assert run.sequence.cached_tokens == 1100
+    w.prefill(run)
+    w.release(run)
+    for other in range(3):
+        w.serve([6000 + other] * 1500, turns=(5, 1490), answer=range(100))
+    assert w.cache.match(again).num_tokens == 0
+
+
+def test_what_a_dismissed_request_waited_for_goes_like_all_else():
+    w = world(70)
+    w.serve(range(1000), turns=(5, 990), answer=range(1000, 1100))
+    again = prompt(range(1200))
+    w.cache.expect(again)
+    w.cache.dismiss(again)
+    w.cache.dismiss(again)
+    for other in range(2):
+        w.serve([5000 + other] * 1500, turns=(5, 1490), answer=range(100))
+    assert w.cache.match(again).num_tokens == 0
+
+
 def test_loss_of_a_neighbour_makes_a_snapshot_dear():
     w = world(200)
     w.serve(range(700), turns=(5, 645), answer=range(60))

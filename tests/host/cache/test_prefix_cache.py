@@ -33,17 +33,23 @@ def geometry(name, *, park=0):
 
 
 def random_walk(world: World, num_steps: int) -> None:
-    """Steps of a server under load: admissions, chunks, rounds, ends, cancels, faults."""
+    """Steps of a server under load: a queue, admissions, chunks, rounds, ends, cancels, faults."""
     rng, talk = world.random, Conversations(world.random)
-    turns_of, answers = {}, {}
+    turns_of, answers, waiting = {}, {}, []
     for step in range(num_steps):
         dice = rng.random()
         if not world.runs or (dice < 0.2 and len(world.runs) < 5):
-            prompt, answer = talk.next()
+            waiting.append((*talk.next(), talk.last))
+            world.cache.expect(waiting[-1][0])
+            prompt, answer, turns = waiting.pop(rng.randrange(len(waiting)))
+            if rng.random() < 0.2 and len(waiting) < 4:
+                waiting.append((prompt, answer, turns))
+                continue
             run = world.admit(prompt, min(len(answer), rng.choice((1, 10, 70, 200))))
             if run is not None:
-                turns_of[run], answers[run] = talk.last, answer
+                turns_of[run], answers[run] = turns, answer
                 continue
+            world.cache.dismiss(prompt)
         if world.runs:
             run = rng.choice(world.runs)
             done = run.n == run.stop - 1
