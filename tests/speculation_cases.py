@@ -38,7 +38,7 @@ def force(engine, choose=lambda limit: limit):
     """Have every row draft `choose(limit)` tokens of what it is offered."""
     widths = engine._loop._drafting.widths
     widths.plan = lambda offers: {lane: choose(offer.limit) for lane, offer in offers.items()}
-    widths.may_draft = lambda lane, origin, rows: True  # whatever rounds cost on this machine
+    widths.may_draft = lambda lanes, origin, rows: set(lanes)  # whatever rounds cost here
     engine._loop._drafting.costs.known = lambda rows: True
 
 

@@ -39,7 +39,7 @@ class Rotations:
         self._axes, self._frequencies = rope_frequencies(spec)
         runs = div_ceil(num_positions, RUN)
         self._table = np.empty((runs * RUN, 2 * len(self._axes)), np.float32)
-        self._missing = set(range(runs))
+        self._known = bytearray(runs)  # whether a run is in the table
 
     def fill(self, rows: NDArray[np.float32], positions: NDArray[np.int32]) -> None:
         """rows: [T, 2 F], where they go. positions: [3, T], of the axes T, H, W."""
@@ -49,11 +49,12 @@ class Rotations:
         if not equal or min(places) < 0 or max(places) >= len(self._table):
             self._compute(rows, positions.T[:, self._axes])
             return
-        for run in self._missing.intersection({place // RUN for place in places}):
-            at = run * RUN
-            column = np.arange(at, at + RUN)[:, None]
-            self._compute(self._table[at : at + RUN], column)
-            self._missing.remove(run)
+        for place in places:
+            if not self._known[place // RUN]:
+                at = place // RUN * RUN
+                column = np.arange(at, at + RUN)[:, None]
+                self._compute(self._table[at : at + RUN], column)
+                self._known[place // RUN] = True
         self._table.take(time, axis=0, out=rows, mode="clip")
 
     def _compute(self, rows: NDArray[np.float32], positions: NDArray[Any]) -> None:

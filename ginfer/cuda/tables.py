@@ -38,16 +38,15 @@ class Tables:
         nbytes = tables_nbytes(sizes)
         self._device, self._stream = memory.take(nbytes, "tables"), stream
         self._turns = [(PinnedBuffer(nbytes), Event()) for _ in range(2)]
-        self._places: dict[str, int] = {}
-        self._indices = {name: i for i, name in enumerate(sizes)}
+        self._places: dict[str, tuple[int, int]] = {}  # which table, and its first byte
         at = 0
-        for name, words in sizes.items():
-            self._places[name] = at
+        for i, (name, words) in enumerate(sizes.items()):
+            self._places[name] = i, at
             at += align_up(words * 4, ALIGNMENT)
         self._views = [
             {
                 name: buffer.bytes[at : at + align_up(sizes[name] * 4, ALIGNMENT)].view(np.int32)
-                for name, at in self._places.items()
+                for name, (_, at) in self._places.items()
             }
             for buffer, _ in self._turns
         ]
@@ -57,7 +56,7 @@ class Tables:
 
     def __getitem__(self, name: str) -> int:
         """Device address of a table."""
-        return self._device.address + self._places[name]
+        return self._device.address + self._places[name][1]
 
     def begin(self) -> None:
         """Start a turn, once the device has read what the turn before the last one sent."""
@@ -70,13 +69,15 @@ class Tables:
         view = self._views[self._turn][name]
         assert count <= len(view), name
         if count:
-            at = self._places[name]
-            self._filled.append((self._indices[name], at, at + count * 4))
+            table, at = self._places[name]
+            self._filled.append((table, at, at + count * 4))
         return view[:count] if dtype is np.int32 else view[:count].view(dtype)
 
     def fill(self, name: str, values: NDArray[Any]) -> None:
         """Fill a table from its start with integers or floats of 32 bits."""
-        self.words(name, values.size, values.dtype.type)[:] = values.reshape(-1)
+        self.words(name, values.size, values.dtype.type)[:] = (
+            values if values.ndim == 1 else values.reshape(-1)
+        )
 
     def keeps(self, name: str, values: NDArray[Any]) -> bool:
         """Whether a table holds what this very array, which nobody changes, put there last; if not,
@@ -104,7 +105,8 @@ class Tables:
         """(first byte, last + 1) of the runs of filled tables."""
         runs: list[tuple[int, int]] = []
         before = -2
-        for table, first, end in sorted(self._filled):
+        self._filled.sort()
+        for table, first, end in self._filled:
             if table <= before + 1:
                 first, last = runs.pop()
                 end = max(end, last)

@@ -88,11 +88,9 @@ class _Window:
 
     def __call__(self, event: Event) -> None:
         """Take an event, in the loop thread."""
-        if isinstance(event, Failed | Finished):
-            self._failure = self._failure or event
-            self._ends.put(event)
-            self._mark()  # wakes who waits for figures
-        elif isinstance(event, Delta) and event.token_ids:
+        if isinstance(event, Delta):
+            if not event.token_ids:
+                return
             if len(self._started) < self._rows:
                 self._started.add(event.request_id)
             elif self._num_tokens < 0:  # the first token of the first round of all
@@ -103,6 +101,10 @@ class _Window:
                 self._num_tokens += len(event.token_ids)
                 if before < self._wanted <= self._num_tokens:
                     self._mark()
+        elif isinstance(event, Failed | Finished):
+            self._failure = self._failure or event
+            self._ends.put(event)
+            self._mark()  # wakes who waits for figures
 
     def _mark(self) -> None:
         self._marks.put((time.perf_counter(), self._engine.stats() | {"seen": self._num_tokens}))

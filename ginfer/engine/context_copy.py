@@ -26,8 +26,8 @@ SHORTEST, LONGEST = 6, 12  # tokens of a match
 MAX_DRAFTS = MAX_DRAFT_TOKENS
 MAX_CANDIDATES = 1024  # occurrences looked at, the most recent ones: bounds the work of a round
 
-_BASE, _WORD = np.uint64(0x9E3779B97F4A7C15), (1 << 64) - 1
-_NOWHERE = np.zeros(0, np.int64)
+_FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_BASE = np.uint64(_FACTOR)
 
 
 def _window_hashes(tokens: I32) -> U64:
@@ -44,7 +44,7 @@ def _window_hash(window: Sequence[int]) -> int:
     """The same of one window; a few tokens a round are no work for arrays."""
     value = 0
     for token in window:
-        value = (value ^ token) * int(_BASE) & _WORD
+        value = (value ^ token) * _FACTOR & _WORD
         value ^= value >> 29
     return value
 
@@ -75,20 +75,23 @@ class ContextCopy:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Tokens that the request was given."""
-        start, stop = self._length, self._length + len(token_ids)
-        self._tokens[start:stop] = token_ids
-        self._length = stop
-        recent = [*self._tail, *token_ids]
-        for i in range(len(recent) - SHORTEST + 1):
-            value = self._last_hash = _window_hash(recent[i : i + SHORTEST])
-            self._generated[value].append(stop - len(recent) + i + SHORTEST)
-        self._tail = recent[1 - SHORTEST :]
+        tail = self._tail
+        for token in token_ids:
+            self._tokens[self._length] = token
+            self._length += 1
+            tail.append(token)
+            if len(tail) == SHORTEST:
+                value = self._last_hash = _window_hash(tail)
+                self._generated[value].append(self._length)
+                del tail[0]
 
     def propose(self, limit: int = MAX_DRAFTS) -> list[int]:
         """Up to `limit` tokens that followed the best match, none without one. A match that
         overlaps the suffix goes on with its own tokens."""
+        if limit < 1 or not self._may_match():
+            return []
         ends = self._candidates()
-        if not ends.size or limit < 1:
+        if not ends.size:
             return []
         end = self._longest(ends)
         after = self._tokens[end : min(end + limit, self._length)].tolist()
@@ -96,13 +99,20 @@ class ContextCopy:
             [after[i % len(after)] for i in range(limit)] if end + limit > self._length else after
         )
 
+    def _may_match(self) -> bool:
+        """Whether an earlier window may equal the last one: seldom in text that is new."""
+        n, value = self._length, self._last_hash
+        if n <= SHORTEST:
+            return False
+        if self._flags[value & (len(self._flags) - 1)]:
+            return True
+        generated = self._generated.get(value)
+        return generated is not None and generated[0] < n
+
     def _candidates(self) -> NDArray[np.int64]:
         """Ends of earlier windows equal to the last one, ascending, the most recent ones."""
         n, value = self._length, self._last_hash
         generated = self._generated.get(value, [])
-        known = self._flags[value & (len(self._flags) - 1)]
-        if n <= SHORTEST or not (known or (generated and generated[0] < n)):
-            return _NOWHERE
         low = np.searchsorted(self._hashes, np.uint64(value), "left")
         high = np.searchsorted(self._hashes, np.uint64(value), "right")
         ends = np.concatenate([self._ends[low:high], np.array(generated, np.int64)])

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from ginfer.engine.cost_table import RoundCosts
 
@@ -94,7 +94,13 @@ class DraftWidths:
 
     def plan(self, offers: Mapping[int, Offer]) -> dict[int, int]:
         """Drafts to verify for each request of the round."""
-        gains = {key: self._gains(key, offer, len(offers)) for key, offer in offers.items()}
+        may = {origin: self.may_draft(offers, origin, len(offers)) for origin in Origin}
+        gains = {
+            key: self._row(key).acceptance[offer.origin].gains(offer.limit)
+            if key in may[offer.origin]
+            else []
+            for key, offer in offers.items()
+        }
         self.tried = None
         if not any(gains.values()):
             return dict.fromkeys(offers, 0)
@@ -143,9 +149,14 @@ class DraftWidths:
             if key in self._rows:
                 self._rows[key].loss_s[origin] += seconds / len(keys)
 
-    def may_draft(self, key: int, origin: Origin, num_rows: int) -> bool:
-        """Whether such drafts of the request can be in a plan of so many rows at all."""
-        return self._may_lose(key, origin, 0.0, num_rows)
+    def may_draft(self, keys: Iterable[int], origin: Origin, num_rows: int) -> set[int]:
+        """Those requests whose drafts from an origin can be in a plan of so many rows at all."""
+        credit = self._credit_s(num_rows)
+        return {
+            key
+            for key in keys
+            if (row := self._row(key)).loss_s[origin] <= LOSS * (row.elapsed_s + credit)
+        }
 
     def copy_limit(self, key: int) -> int:
         """Most tokens that a copy may propose for the request now."""
@@ -153,22 +164,21 @@ class DraftWidths:
         return self._copied if full else min(self._learned, self._copied)
 
     def _row(self, key: int) -> _Row:
-        if key not in self._rows:
+        row = self._rows.get(key)
+        if row is None:
             sizes = {Origin.DRAFTER: self._learned, Origin.COPY: self._copied}
-            self._rows[key] = _Row({o: Acceptance(n) for o, n in sizes.items()})
-        return self._rows[key]
+            row = self._rows[key] = _Row({o: Acceptance(n) for o, n in sizes.items()})
+        return row
 
-    def _gains(self, key: int, offer: Offer, num_rows: int) -> list[float]:
-        if not self.may_draft(key, offer.origin, num_rows):
-            return []
-        return self._row(key).acceptance[offer.origin].gains(offer.limit)
+    def _credit_s(self, num_rows: int) -> float:
+        """Time of each request of a round that counts before it has passed."""
+        return CREDIT_ROUNDS * self._costs.plain_s(num_rows) / num_rows
 
     def _may_lose(self, key: int, origin: Origin, seconds: float, num_rows: int) -> bool:
         """Whether the request's drafts may have cost `seconds` more than they brought; its time is
         its share of its rounds'."""
         row = self._row(key)
-        time = row.elapsed_s + CREDIT_ROUNDS * self._costs.plain_s(num_rows) / num_rows
-        return row.loss_s[origin] + seconds <= LOSS * time
+        return row.loss_s[origin] + seconds <= LOSS * (row.elapsed_s + self._credit_s(num_rows))
 
     def _best(
         self, gains: Mapping[int, Sequence[float]], offers: Mapping[int, Offer]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from ginfer.engine.round_costs import measure_costs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from ginfer.backend import MemoryPlan
     from ginfer.batch import I32
@@ -57,7 +59,7 @@ class Drafting:
         )
         self._frontend, self._stats, self._delays = frontend, stats, delays
         self._close = frontend.token_text(frontend.reasoning_close_ids[-1])[-1]
-        self._copies: dict[int, Future[ContextCopy]] = {}
+        self._copies: dict[int, ContextCopy | Future[ContextCopy]] = {}
         self._misses: dict[int, int] = {}  # rounds without a match in a row
         self._offers: dict[int, Offer] = {}  # of the last plan
         self._ahead: tuple[int, ...] = ()  # lanes whose drafts no plan has taken
@@ -76,11 +78,9 @@ class Drafting:
         prompt = job.request.prompt
         capacity = prompt.num_tokens + job.limit
         if prompt.num_tokens > INLINE_TOKENS:
-            index = self._indexer.submit(ContextCopy, prompt.token_ids, capacity)
+            self._copies[job.lane] = self._indexer.submit(ContextCopy, prompt.token_ids, capacity)
         else:
-            index = Future()
-            index.set_result(ContextCopy(prompt.token_ids, capacity))
-        self._copies[job.lane] = index
+            self._copies[job.lane] = ContextCopy(prompt.token_ids, capacity)
 
     def forget(self, lane: int) -> None:
         """The request of a lane has ended."""
@@ -103,19 +103,19 @@ class Drafting:
         return plan
 
     def _plan(self, jobs: Sequence[Job]) -> DraftPlan | None:
-        rows, began = len(jobs), perf_counter()
-        may = self.widths.may_draft
-        searched = {job.lane: Origin.COPY for job in jobs if may(job.lane, Origin.COPY, rows)}
-        if not searched and not self._learned:
-            self._offers = dict.fromkeys((job.lane for job in jobs), NOTHING)
+        rows, began, lanes = len(jobs), perf_counter(), [job.lane for job in jobs]
+        may = {Origin.COPY: self.widths.may_draft(lanes, Origin.COPY, rows)}
+        if not may[Origin.COPY] and not self._learned:
+            self._offers = dict.fromkeys(lanes, NOTHING)
             return None
-        copies = {job.lane: self._copy(job) if job.lane in searched else [] for job in jobs}
-        self._offers = {job.lane: self._offer(job, copies[job.lane]) for job in jobs}
+        copies = self._offer(jobs, may[Origin.COPY])
         found = perf_counter()
+        if self._learned:
+            may[Origin.DRAFTER] = self.widths.may_draft(lanes, Origin.DRAFTER, rows)
         worth = {
             lane: offer.origin
             for lane, offer in self._offers.items()
-            if offer.limit and may(lane, offer.origin, rows)
+            if offer.limit and lane in may[offer.origin]
         }
         widths = self._widths(worth) if worth and self.costs.known(rows) else {}
         if any(widths.values()):
@@ -125,7 +125,7 @@ class Drafting:
                 copies=tuple(copies[lane][: widths[lane]] for lane in widths),
             )
         if self._delays:
-            self.widths.charge(searched, found - began)
+            self.widths.charge(dict.fromkeys(may[Origin.COPY], Origin.COPY), found - began)
             self.widths.charge(worth, perf_counter() - found)
         return None
 
@@ -140,25 +140,43 @@ class Drafting:
             self._futile, self._pause = worth, PAUSE
         return widths
 
-    def _copy(self, job: Job) -> list[int]:
-        """What followed the last tokens of a request where they occurred before."""
-        misses = self._misses[job.lane] = self._misses.get(job.lane, 0) + 1
+    def _offer(self, jobs: Sequence[Job], searched: set[int]) -> dict[int, list[int]]:
+        """Offers of these requests; returns the copies, which those have that are searched."""
+        copies, self._offers = dict[int, list[int]](), {}
+        for job in jobs:
+            lane, most = job.lane, _most_drafts(job)
+            copy = copies[lane] = self._copy(job, most) if lane in searched else []
+            if copy or not self._learned:
+                self._offers[lane] = Offer(Origin.COPY, len(copy)) if copy else NOTHING
+            else:
+                self._offers[lane] = _of_drafter(max(min(most, self._learned), 0))
+        return copies
+
+    def _copy(self, job: Job, most: int) -> list[int]:
+        """What followed the last tokens of a request where they occurred before: at most so many
+        tokens."""
+        lane = job.lane
+        misses = self._misses[lane] = self._misses.get(lane, 0) + 1
         if self._delays and misses > PATIENCE and misses % SELDOM:
             return []
-        future, most = self._copies[job.lane], _most_drafts(job)
-        if most < 1 or not future.done():
+        index = self._index(lane)
+        if most < 1 or index is None:
             return []
-        index = future.result()
         index.append(job.generated[index.num_tokens - job.request.prompt.num_tokens :])
-        copy = index.propose(min(most, self.widths.copy_limit(job.lane)))
+        copy = index.propose(min(most, MAX_DRAFTS))
         if copy:
-            self._misses[job.lane] = 0
-        return copy
+            self._misses[lane] = 0
+        return copy[: self.widths.copy_limit(lane)] if copy else copy
 
-    def _offer(self, job: Job, copy: list[int]) -> Offer:
-        if copy or not self._learned:
-            return Offer(Origin.COPY, len(copy))
-        return Offer(Origin.DRAFTER, max(min(_most_drafts(job), self._learned), 0))
+    def _index(self, lane: int) -> ContextCopy | None:
+        """The index of a lane, once it is there."""
+        index = self._copies[lane]
+        if isinstance(index, ContextCopy):
+            return index
+        if not index.done():
+            return None
+        found = self._copies[lane] = index.result()
+        return found
 
     def ahead(self, ordered: Round) -> tuple[int, ...]:
         """Lanes whose next drafts are worth ordering before a round is read that verifies: where
@@ -240,6 +258,11 @@ def open_drafting(
         limit=limit,
         delays=not rank.runs_ahead,
     )
+
+
+@cache
+def _of_drafter(limit: int) -> Offer:
+    return Offer(Origin.DRAFTER, limit)
 
 
 def _most_drafts(job: Job) -> int:

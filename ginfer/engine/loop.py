@@ -40,7 +40,6 @@ from ginfer.spec import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ginfer.batch import Selection
     from ginfer.cache import Sequence
     from ginfer.config import EngineConfig
     from ginfer.engine.admission import Claim
@@ -385,6 +384,7 @@ class RoundLoop:
 
     def _commit(self, jobs: list[Job], rows: list[int], draw: Draw) -> None:
         """Hand the jobs of these rows their tokens; row i of the draw belongs to jobs[i]."""
+        token_ids, finite = draw.selection.token_ids.tolist(), draw.selection.finite.tolist()
         for i in rows:
             job = jobs[i]
             job.in_flight -= 1
@@ -393,16 +393,16 @@ class RoundLoop:
                 self.stats.first_token_s.observe(job.first_token - job.submitted)
             for column in draw.columns(i):
                 if job.lane >= 0:
-                    self._take(job, draw.selection, column)
+                    self._take(job, token_ids[column] if finite[column] else -1, draw, column)
         self.grammars.advance([c for job in jobs if job.lane >= 0 and (c := job.constraint)])
 
-    def _take(self, job: Job, selection: Selection, column: int) -> None:
-        """Hand a job the token of a column."""
+    def _take(self, job: Job, token_id: int, draw: Draw, column: int) -> None:
+        """Hand a job the token of a column, which is -1 where the logits were not finite."""
         if job.constraint is not None and job.constraint.fault is not None:
             self._fail(job, job.constraint.error())
-        elif selection.finite[column]:
-            logprob = job.logprob(selection, column)
-            self._guarded(job, self._accept, job, int(selection.token_ids[column]), logprob)
+        elif token_id >= 0:
+            logprob = job.logprob(draw.selection, column)
+            self._guarded(job, self._accept, job, token_id, logprob)
         else:
             message = "the model produced a logit that is not a number"
             self._fail(job, InternalError(message, code="nonfinite_logits"), keep=False)

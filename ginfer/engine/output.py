@@ -163,9 +163,9 @@ class Output:
     ) -> list[Delta]:
         """One delta per channel with text or token ids; the ids belong to `channel`."""
         pieces, self._shown = self._shown, []
-        if token_ids and all(c is not channel for c, _ in pieces):
-            pieces.append((channel, ""))
-        if len(pieces) > 1:
+        if len(pieces) != 1 or pieces[0][0] is not channel:
+            if token_ids:
+                pieces.append((channel, ""))
             pieces = sorted(_by_channel(pieces).items(), key=_place)
         return [
             Delta(

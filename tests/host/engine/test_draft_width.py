@@ -188,7 +188,7 @@ def test_an_origin_whose_drafts_fail_does_not_silence_the_other():
     assert s.widths.plan({0: Offer(Origin.DRAFTER, 7)})[0] in (0, 3)
     assert s.widths.plan({0: Offer(Origin.COPY, 7)})[0] == 7
     s.widths.charge({0: Origin.COPY}, 100.0)
-    assert not s.widths.may_draft(0, Origin.COPY, 1)
+    assert not s.widths.may_draft([0], Origin.COPY, 1)
 
 
 def test_a_forgotten_request_starts_anew():
