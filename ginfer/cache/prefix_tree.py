@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ginfer.cache.segment import PAGE_KEY_NBYTES, TOKEN_NBYTES, MadeBy, Segment
@@ -25,22 +25,20 @@ class PrefixTree:
     def match(self, data: bytes, limit: int) -> Snapshot | None:
         """The deepest snapshot among the first `limit` tokens of a history; on a tie one that
         prefill made, then the one used last. Only segments that equal the history are visited."""
-        most = limit * TOKEN_NBYTES
-        equal = [(0, self.root)]
-        for at, node in equal:  # it grows by the children that are equal too
-            only = node.only
-            key = b"" if only else data[at : at + PAGE_KEY_NBYTES]
-            for child in (only,) if only else node.children.get(key, ()):
-                piece = child.data
-                end = at + len(piece)
-                if end <= most and data.startswith(piece, at):
-                    equal.append((end, child))
+        equals, equal = data.startswith, [self.root]
+        for node in equal:  # it grows by the children that are equal too
+            at, child = node.end * TOKEN_NBYTES, node.only
+            if child is not None:
+                if child.end <= limit and equals(child.data, at):
+                    equal.append(child)
+            elif node.num_children:
+                twins = node.children.get(data[at : at + PAGE_KEY_NBYTES], ())
+                equal += [c for c in twins if c.end <= limit and equals(c.data, at)]
         best: Snapshot | None = None
-        for at, node in sorted(equal, key=itemgetter(0), reverse=True):
-            end = at // TOKEN_NBYTES
-            if best is not None and end < best.node.end:
+        for node in sorted(equal, key=attrgetter("end"), reverse=True):
+            if best is not None and node.end < best.node.end:
                 break
-            found = deepest(node, data, at, limit - end)
+            found = deepest(node, data, node.end * TOKEN_NBYTES, limit - node.end)
             if found is not None and (best is None or _rank(found) > _rank(best)):
                 best = found
         return best
