@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -111,6 +111,24 @@ def ledger_error(engine: Engine, free_before: int, free_after: int) -> float:
     return abs(counted / (free_before - free_after) - 1)
 
 
+def figures_of(
+    outcomes: Counter[str], stats: dict[str, Any], seconds: float, tokens: int
+) -> dict[str, tuple[float, str]]:
+    """What came of it, as it is recorded; `tokens` of K/V were there."""
+    lost = outcomes["sent"] - outcomes["whole"] - outcomes["left"]
+    written = stats["prefill_tokens"] + stats["completion_tokens"]
+    return {
+        "brim.seconds": (seconds, "s"),
+        "brim.requests": (float(outcomes["sent"]), "requests"),
+        "brim.whole": (float(outcomes["whole"]), "answered in full"),
+        "brim.left": (float(outcomes["left"]), "left by their talkers"),
+        "brim.lost": (float(lost), "requests"),
+        "brim.written": (written / tokens, "x the K/V that is there"),
+        "brim.reused": (stats["cached_tokens"] / stats["prompt_tokens"], "of prompt tokens"),
+        "brim.evicted": (float(stats["evicted_snapshots"]), "snapshots"),
+    }
+
+
 def main() -> None:
     """Fill, check, print, and record on request."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -121,6 +139,7 @@ def main() -> None:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--out", type=Path, nargs="?", const=SUMMARY, help="merge figures into it")
     parser.add_argument("--device", default="", help="the name to record")
+    parser.add_argument("--commit", default="", help="the commit to record; default: git's")
     options = parser.parse_args()
     config = EngineConfig(
         package=options.package,
@@ -135,19 +154,17 @@ def main() -> None:
         outcomes = fill(engine, options.context, options.seconds)
         engine.check_integrity()
         stats = engine.stats()
-        print({name: stats[name] for name in ("evicted_snapshots", "snapshots", "free_pages")})
-        print(dict(outcomes))
-        error = ledger_error(engine, free, device.free_nbytes()) if device else 0.0
-        print(f"ledger differs by {error:.2%}")
-    lost = outcomes["sent"] - outcomes["whole"] - outcomes["left"]
+        figures = figures_of(outcomes, stats, options.seconds, engine.info.kv_capacity)
+        if device:
+            error = ledger_error(engine, free, device.free_nbytes())
+            figures["brim.ledger_error"] = (error, "of device memory")
+    for name, (value, unit) in figures.items():
+        print(f"{name:20} {value:10.4g} {unit}")
+    print("outcomes:", dict(outcomes), "| memory is intact")
+    lost = int(figures["brim.lost"][0])
     assert stats["evicted_snapshots"], "nothing was evicted; the engine was not full"
-    figures = {
-        "brim.requests": (float(outcomes["sent"]), "requests"),
-        "brim.seconds": (options.seconds, "s"),
-        "brim.ledger_error": (error, "of device memory"),
-    }
     if options.out and not lost:
-        record(figures, options.device, path=options.out)
+        record(figures, options.device, path=options.out, commit=options.commit)
     raise SystemExit(f"{lost} requests are lost" if lost else None)
 
 

@@ -1,6 +1,7 @@
 """Agent traffic replayed: how much of what could be reused is, and what that saves.
 
-python -m tests.bench.replay [--size full|demo|short] [--cache-only] [--package P] [--write]
+python -m tests.bench.replay [--size full|demo|short] [--cache-only] [--out [FILE]]
+                             [--package P] [--backend cuda|cpu] [--parts full half none] [--first N]
 
 Agents share system and tools, and send their growing histories turn by turn, all at once: tool
 results, retries of a turn, branches from an earlier turn, edits of the last one, and small title
@@ -19,7 +20,7 @@ import argparse
 import platform
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -39,10 +40,10 @@ from ginfer.models.qwen import QWEN_27B, QWEN_DEMO
 from ginfer.prompt import PreparedPrompt
 from ginfer.sizes import div_ceil
 from ginfer.spec import PAGE_TOKENS
-from tests.bench.summary import record
+from tests.bench.summary import SUMMARY, record
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[2]
 DEMO_PACKAGE = ROOT / "appliance/demo/qwen3.8-demo-groupwise-int.ginfer"
 SEEDS = (1, 2, 3)  # traffic differs much in branches, and so in what half the memory can hold
+SHARES = {"full": 1.0, "half": 0.5}  # of the memory of all conversations at their end
+PARTS = (*SHARES, "none")
 HEADER = np.arange(5, dtype=np.int32)  # stands for the header of an answer
 
 
@@ -89,10 +92,12 @@ SIZES = {
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """One request. turns: parts of its prompt; the last of them is open."""
+    """One request. turns: parts of its prompt; the last of them is open. small: beside the turns of
+    a conversation."""
 
     turns: tuple[Ids, ...]
     max_tokens: int
+    small: bool = False
 
     @cached_property
     def prompt(self) -> PreparedPrompt:
@@ -142,7 +147,7 @@ class Agent:
         asks = [Ask(tuple(self._turns), self._rng.randint(*self._size.answer))]
         if dice > 0.85:
             title = self._system[: self._size.system // 40]
-            asks.append(Ask((title, self._turns[1][: self._size.result[0]]), 8))
+            asks.append(Ask((title, self._turns[1][: self._size.result[0]]), 8, small=True))
         return asks
 
     def take(self, reply: Reply) -> None:
@@ -155,12 +160,13 @@ class Agent:
 
 @dataclass
 class Score:
-    """Sums over all requests, in tokens and seconds."""
+    """Sums over all requests, in tokens and seconds. of_turns: what turns reused of `reused`."""
 
     prompt: int = 0
     common: int = 0
     reusable: int = 0
     reused: int = 0
+    of_turns: int = 0
     cached: int = 0
     first_token_s: float = 0.0
     histories: list[Ids] = field(default_factory=list, repr=False)
@@ -178,6 +184,7 @@ class Score:
         self.common += common
         self.reusable += reusable
         self.reused += min(reply.cached_tokens, reusable)
+        self.of_turns += 0 if ask.small else min(reply.cached_tokens, reusable)
         self.cached += reply.cached_tokens
         self.first_token_s += reply.first_token_s
 
@@ -198,15 +205,15 @@ def _reusable(prompt: PreparedPrompt, histories: list[Ids]) -> tuple[int, int]:
     return best, most
 
 
-def replay(size: Size, server: Server, seed: int = 1) -> Score:
-    """All turns of all agents, in waves."""
+def replay(size: Size, server: Server, seed: int = 1, *, small: bool = True) -> Score:
+    """All turns of all agents, in waves; small: and what is asked beside them."""
     rng = random.Random(seed)
     system = np.array([rng.randrange(10, 4000) for _ in range(size.system)], np.int32)
     agents = [Agent(size, system, random.Random(rng.random())) for _ in range(size.agents)]
     score = Score()
     while agents := [agent for agent in agents if agent.left]:
         asks = [agent.asks() for agent in agents]
-        wave = [ask for several in asks for ask in several]
+        wave = [ask for several in asks for ask in several if small or not ask.small]
         replies = dict(zip(wave, server.serve(wave), strict=True))
         for ask in wave:
             score.count(ask, replies[ask])
@@ -323,10 +330,11 @@ def engine_config(size: Size, package: Path, share: float = 1.0, **options: obje
 
 
 def measure_cache(size: Size, spec: ModelSpec) -> dict[str, tuple[float, str]]:
-    """Reuse with all memory and with half of it, by the cache alone."""
+    """Reuse with all memory and with half of it, by the cache alone, and what turns lose of it to
+    the small requests between them."""
     page = memory.page_nbytes(spec)
     figures = {}
-    for name, share in (("full", 1.0), ("half", 0.5)):
+    for name, share in SHARES.items():
         pages = div_ceil(max(int(size.total * share), size.longest), PAGE_TOKENS)
         states = int(size.agents * memory.SNAPSHOTS_PER_LANE * share)
         state = slot_nbytes(spec)
@@ -337,55 +345,83 @@ def measure_cache(size: Size, spec: ModelSpec) -> dict[str, tuple[float, str]]:
             state_nbytes=state,
             num_slots=size.agents,
         )
-        scores = [replay(size, CacheServer(geometry, pages), seed) for seed in SEEDS]
+        scores, alone = (
+            [replay(size, CacheServer(geometry, pages), seed, small=small) for seed in SEEDS]
+            for small in (True, False)
+        )
         print(f"{name}: {scores}")
         reuse = sum(s.reused for s in scores) / sum(s.reusable for s in scores)
+        lost = 1 - sum(s.of_turns for s in scores) / sum(s.of_turns for s in alone)
         figures[f"reuse.cache.{name}"] = (reuse, "of reusable tokens")
+        figures[f"reuse.cache.{name}.lost_to_small"] = (lost, "of what turns reuse without them")
     return figures
 
 
-def measure_engine(size: Size, package: Path) -> dict[str, tuple[float, str]]:
-    """Reuse with all memory and with half of it, and what it saves against no reuse."""
-    figures: dict[str, tuple[float, str]] = {}
-    scores = {}
+def measure_engine(
+    size: Size, package: Path, parts: Sequence[str], *, first: int, backend: str
+) -> Iterator[dict[str, tuple[float, str]]]:
+    """Figures as they come. full, half: reuse with all memory and with half of it; none: what reuse
+    saves over the `first` turns of all agents."""
     snapshots = memory.SNAPSHOTS_PER_LANE
-    for name, share, options in (
-        ("full", 1.0, {}),
-        ("half", 0.5, {}),
-        ("none", 1.0, {"prefix_reuse": False}),
-    ):
+
+    def play(name: str, share: float, turns: int, **options: object) -> Score:
         memory.SNAPSHOTS_PER_LANE = int(snapshots * share)
-        with Engine.open(engine_config(size, package, share, **options)) as engine:
-            scores[name] = score = replay(size, EngineServer(engine))
+        config = engine_config(size, package, share, backend=backend, **options)
+        with Engine.open(config) as engine:
+            score = replay(replace(size, turns=turns), EngineServer(engine))
             engine.check_integrity()
-            print(f"{name}: {score}")
-    memory.SNAPSHOTS_PER_LANE = snapshots
-    for name in ("full", "half"):
-        figures[f"reuse.{name}"] = (scores[name].reuse, "of reusable tokens")
-    full, none = scores["full"], scores["none"]
-    factor = none.prompt / (full.prompt - full.cached)
-    figures["reuse.prefill_factor"] = (factor, "x fewer prompt tokens computed")
-    figures["reuse.ttft_factor"] = (none.first_token_s / full.first_token_s, "x sooner first token")
-    return figures
+        print(f"{name}: {score}", flush=True)
+        return score
+
+    full = None
+    try:
+        for name, share in SHARES.items():
+            if name in parts:
+                score = play(name, share, size.turns)
+                full = score if name == "full" else full
+                factor = score.prompt / (score.prompt - score.cached)
+                yield {
+                    f"reuse.{name}": (score.reuse, "of reusable tokens"),
+                    f"reuse.{name}.prefill_factor": (factor, "x fewer prompt tokens computed"),
+                }
+        if "none" in parts:
+            none = play("none", 1.0, first, prefix_reuse=False)
+            if full is None or first < size.turns:
+                full = play("full, so many turns", 1.0, first)
+            factor = none.first_token_s / full.first_token_s
+            yield {"reuse.ttft_factor": (factor, f"x sooner first token, of {first} turns")}
+    finally:
+        memory.SNAPSHOTS_PER_LANE = snapshots
 
 
 def main() -> None:
     """Measure, print, and record on request."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--size", choices=SIZES, default="demo")
     parser.add_argument("--cache-only", action="store_true")
     parser.add_argument("--package", type=Path, default=DEMO_PACKAGE)
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--first", type=int, help="turns of `none`; default: all")
+    parser.add_argument("--out", type=Path, nargs="?", const=SUMMARY, help="merge figures into it")
+    parser.add_argument("--device", default=platform.processor() or platform.machine())
+    parser.add_argument("--commit", default="", help="the commit to record; default: git's")
     options = parser.parse_args()
     size = SIZES[options.size]
+    found: Iterable[dict[str, tuple[float, str]]]
     if options.cache_only:
-        figures = measure_cache(size, QWEN_27B.spec if options.size == "full" else QWEN_DEMO.spec)
+        spec = QWEN_27B.spec if options.size == "full" else QWEN_DEMO.spec
+        found = [measure_cache(size, spec)]
     else:
-        figures = measure_engine(size, options.package)
-    for name, (value, unit) in figures.items():
-        print(f"{name:24} {value:8.3f} {unit}")
-    if options.write:
-        record(figures, platform.processor() or platform.machine())
+        first = options.first or size.turns
+        found = measure_engine(
+            size, options.package, options.parts, first=first, backend=options.backend
+        )
+    for figures in found:
+        for name, (value, unit) in figures.items():
+            print(f"{name:32} {value:8.4f} {unit}", flush=True)
+        if options.out:
+            record(figures, options.device, path=options.out, commit=options.commit)
 
 
 if __name__ == "__main__":
