@@ -39,7 +39,7 @@ class Trace:
         if key_name is not None:
             self._request["key"] = key_name
         self._prepare_s = 0.0
-        self._reuse_path = "none"
+        self._reuse_path, self._recomputed = "none", 0
         self._phase = "prepare"
         self._over = False
 
@@ -58,7 +58,7 @@ class Trace:
     def follow(self, event: Event) -> None:
         """An event of the engine, before the client has seen it."""
         if isinstance(event, Started):
-            self._reuse_path = event.reuse_path
+            self._reuse_path, self._recomputed = event.reuse_path, event.recomputed_tokens
         elif isinstance(event, Failed):
             self.failed(event.error)
 
@@ -78,6 +78,8 @@ class Trace:
             "computed_prefill_tokens": usage.prompt_tokens - usage.cached_tokens,
             "prefix_cache_hit_tokens": usage.cached_tokens,
             "prefix_reuse_path": self._reuse_path,
+            "prefix_snapshot_depth": usage.cached_tokens,  # a hit ends at its snapshot
+            "prefix_recomputed_tokens": self._recomputed,
             "tool_call_count": tally.completed,
             "malformed_tool_call_count": tally.broken + tally.as_text,
         }

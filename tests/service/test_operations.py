@@ -123,6 +123,25 @@ def test_a_start_names_what_runs(watched: Server, folder: Path) -> None:
     assert {"environment", "argv", "sampling_defaults"} <= set(start)
 
 
+def test_what_a_request_reuses_is_told(watched: Server, folder: Path) -> None:
+    body = ask("What do you see? " * 20)
+    _, _, answer = _post(watched, body, x_request_id="first")
+    said = {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}
+    body["messages"] += [said, {"role": "user", "content": "And now?"}]
+    _, _, answer = _post(watched, body, x_request_id="second")
+    log = folder / "log"
+    first, second = (
+        _wait_events(log, "request_done", 1, f"'request_id': '{name}'")[0]["result"]
+        for name in ("first", "second")
+    )
+    assert (first["prefix_reuse_path"], first["prefix_snapshot_depth"]) == ("none", 0)
+    depth = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert depth >= 64
+    assert second["prefix_reuse_path"] in ("append", "snapshot")
+    assert second["prefix_snapshot_depth"] == second["prefix_cache_hit_tokens"] == depth
+    assert second["prefix_recomputed_tokens"] >= 0
+
+
 def test_refused_requests_and_lost_clients_are_told(watched: Server, folder: Path) -> None:
     status, headers, _ = _post(watched, ask(SECRET, n=2), x_request_id="no spaces, please")
     assert status == 400
