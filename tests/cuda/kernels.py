@@ -225,3 +225,37 @@ DECODE_MMA_SPANS = tuple(linear_decode_mma_kernel("Q4G64_F16S", 2, span) for spa
 def kernels_for(capability):
     """The kernels that the runtime's tests launch on a device."""
     return ANYWHERE + (SM_90 if capability == "90a" else DECODE_MMA_SPANS)
+
+
+ZERO, ONE = float32(0), float32(1)
+
+
+@cuda.jit(device=True, inline="always")
+def clamp(value, low=ZERO, high=ONE):
+    """A function with two ways out and defaults."""
+    if value < low:
+        return low
+    return min(value, high)
+
+
+@kernel(int64, int64, uint32)
+def calls_kernel(threads):
+    """Device functions called by place, by name and with defaults, in each other and in a loop."""
+
+    @cuda.jit(device=True, inline="always")
+    def clamp_pair(values, x, at):
+        values[0], values[1] = clamp(ld_global_f32(x + at)), clamp(ld_global_f32(x + at + 4))
+        return clamp(values[0], values[1]), clamp(value=values[1], high=float32(2), low=values[0])
+
+    @cuda.jit(launch_bounds=threads)
+    def calls(y, x, n):
+        values = cuda.local.array(2, float32)
+        i = uint32(cuda.threadIdx.x)
+        while i < n:
+            at = int64(i) * 8
+            low, high = clamp_pair(values, x, at)
+            st_global_f32(y + at, clamp(low, high=high))
+            st_global_f32(y + at + 4, clamp(high, low))
+            i = uint32(i + uint32(threads))
+
+    return Build(calls, threads)

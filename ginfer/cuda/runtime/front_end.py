@@ -12,19 +12,33 @@ from typing import Any, ClassVar
 from numba.core import types
 from numba.cuda.core import (  # type: ignore[import-not-found]
     analysis,
+    base,
     inline_closurecall,
     ir,
     ssa,
     typed_passes,
     typeinfer,
 )
+from numba.cuda.core.errors import (  # type: ignore[import-not-found]
+    ForceLiteralArg,
+    TypingError,
+)
 from numba.cuda.core.rewrites import rewrite_registry  # type: ignore[import-not-found]
 from numba.cuda.core.targetconfig import ConfigStack  # type: ignore[import-not-found]
+from numba.cuda.lowering import CUDALower  # type: ignore[import-not-found]
+from numba.cuda.typing.context import (  # type: ignore[import-not-found]
+    BaseContext as TypingContext,
+)
+
+from ginfer.cuda.runtime import lowering
+from ginfer.cuda.runtime.inliner import inline_function
 
 _run_ssa = ssa._run_ssa
 _resolve_call = typeinfer.TypeInferer.resolve_call
 _get_call_type = types.BaseFunction.get_call_type
 _inline_closures = inline_closurecall.InlineClosureCallPass.run
+_resolve_value_type = TypingContext.resolve_value_type
+_refresh = base.BaseContext.refresh
 
 
 class _Names:
@@ -74,34 +88,61 @@ def run_block_rewrite(blocks: Any, states: Any, handler: Any) -> Any:
     return found
 
 
-class _Resolved:
-    """Call types of the function that is being compiled; its flags are an object of their own."""
+class _Kernel:
+    """What has been found for the kernel that is being compiled; its flags are an object of their
+    own."""
 
     flags: ClassVar[Any] = None
-    calls: ClassVar[dict[Any, Any]] = {}
+    found: ClassVar[dict[Any, Any]] = {}
 
     @classmethod
-    def once(cls, resolve: Any, function: Any, args: Any, kws: Any) -> Any:
-        """What resolve() returned for these, or returns now."""
+    def once(cls, key: Any, find: Any) -> Any:
+        """What find() returned for an equal key, or returns now."""
         flags = ConfigStack.top_or_none()
         if flags is None or cls.flags is not flags:
-            cls.flags, cls.calls = flags, {}
-        calls, key = cls.calls, (function, tuple(args), tuple(kws.items()))
-        found = calls.get(key)
-        if found is None:
-            found = calls[key] = resolve()
-        return found
+            cls.flags, cls.found = flags, {}
+        found, known = cls.found, cls.found.get(key)
+        if known is None:
+            known = found[key] = find()
+        return known
 
 
 def get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
     """In place of BaseFunction.get_call_type: resolves equal calls of a kernel once."""
-    return _Resolved.once(lambda: _get_call_type(self, context, args, kws), self, args, kws)
+    key = self, tuple(args), tuple(kws.items())
+    return _Kernel.once(key, lambda: _get_call_type(self, context, args, kws))
 
 
 def resolve_call(self: Any, fnty: Any, pos_args: Any, kw_args: Any) -> Any:
     """In place of TypeInferer.resolve_call, as get_call_type."""
-    call = fnty, pos_args, kw_args
-    return _Resolved.once(lambda: _resolve_call(self, *call), *call)
+    key = fnty, tuple(pos_args), tuple(kw_args.items())
+    return _Kernel.once(key, lambda: _resolve_call(self, fnty, pos_args, kw_args))
+
+
+def resolve_value_type(self: Any, value: Any) -> Any:
+    """In place of BaseContext.resolve_value_type: the type of an object once per kernel."""
+    key = "value", id(value)
+    return _Kernel.once(key, lambda: (_resolve_value_type(self, value), value))[0]
+
+
+def refresh(self: Any) -> None:
+    """In place of BaseContext.refresh: what has been declared is looked through once per kernel."""
+    _Kernel.once(("refresh", id(self)), lambda: (_refresh(self),))
+
+
+def propagate(self: Any, inferer: Any) -> list[Exception]:
+    """In place of ConstraintNetwork.propagate: no warnings are gathered, for there are none."""
+    faults: list[Exception] = []
+    for constraint in self.constraints:
+        try:
+            constraint(inferer)
+        except ForceLiteralArg as error:
+            faults.append(error)
+        except TypingError as error:
+            fault = TypingError(str(error), loc=constraint.loc, highlighting=False)
+            fault.__cause__ = error
+            faults.append(fault)
+    return faults
 
 
 def compute_live_map(cfg: Any, blocks: Any, uses: Any, defs: Any) -> dict[int, set[str]]:
@@ -157,10 +198,21 @@ REPLACED = (
     (ssa, "_run_ssa", run_ssa),
     (ssa, "_run_block_rewrite", run_block_rewrite),
     (typeinfer.TypeInferer, "resolve_call", resolve_call),
+    (typeinfer.ConstraintNetwork, "propagate", propagate),
     (types.BaseFunction, "get_call_type", get_call_type),
+    (TypingContext, "resolve_value_type", resolve_value_type),
+    (base.BaseContext, "refresh", refresh),
     (analysis, "compute_live_map", compute_live_map),
+    (analysis, "compute_use_defs", lowering.compute_use_defs),
     (inline_closurecall.InlineClosureCallPass, "run", inline_closures),
+    (inline_closurecall.InlineWorker, "inline_function", inline_function),
     (typed_passes.NopythonRewrites, "run_pass", rewrite),
+    (ir.Stmt, "list_vars", lowering.variables_of_statement),
+    (ir.Expr, "list_vars", lowering.variables_of_expression),
+    (CUDALower, "_find_singly_assigned_variable", lowering.find_singly_assigned),
+    (CUDALower, "storevar", lowering.store_variable),
+    (CUDALower, "delvar", lowering.delete_variable),
+    (CUDALower, "alloca_lltype", lowering.allocate_variable),
 )
 
 

@@ -11,6 +11,8 @@ from ginfer.cuda.norm import rms_norm_kernel
 from ginfer.cuda.runtime import compiler
 from ginfer.cuda.runtime.compiler import breaches, compile_cubin, compile_ptx, static_shared_nbytes
 from ginfer.cuda.runtime.front_end import REPLACED
+from ginfer.cuda.runtime.inliner import Inlinable
+from ginfer.cuda.sampling.acceptance import acceptance_settle_kernel
 from ginfer.errors import InternalError
 from tests.cuda import kernels
 
@@ -119,7 +121,12 @@ def test_what_makes_numba_faster_changes_no_code(monkeypatch):
     def text(item):
         return re.sub(r"_cudapy_smem_\d+", "", compile_ptx(item, "80")[0])
 
-    items = (kernels.sum_of_ranks_kernel(64), rms_norm_kernel(0, 0))
+    items = (
+        kernels.sum_of_ranks_kernel(64),
+        kernels.calls_kernel(32),
+        rms_norm_kernel(0, 0),
+        acceptance_settle_kernel(0),
+    )
     ours = [text(item) for item in items]
     plain = spec_from_file_location("plain_postproc", compiler.postproc.__file__)
     module = module_from_spec(plain)
@@ -131,3 +138,5 @@ def test_what_makes_numba_faster_changes_no_code(monkeypatch):
         assert getattr(owner, name) is not replacement
         monkeypatch.setattr(owner, name, replacement)
     assert [text(item) for item in items] == ours
+    assert Inlinable.known[kernels.clamp.py_func]
+    assert [text(item) for item in items] == ours  # of functions that are known already

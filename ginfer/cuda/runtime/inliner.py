@@ -1,0 +1,183 @@
+"""Numba's inliner for front_end: a device function is translated once, then copied into callers.
+
+Numba translates a device function from its bytecode at every call of it, in every kernel. Here the
+result is kept as long as the function lives, and a call copies it with its variables renamed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from numba.cuda.core import (  # type: ignore[import-not-found]
+    bytecode,
+    inline_closurecall,
+    ir,
+    ir_utils,
+)
+
+SHARED = ir.Const, ir.Global, ir.FreeVar  # nothing changes them once they are made
+COPIED = ir.SetItem, ir.StaticSetItem
+
+_inline_function = inline_closurecall.InlineWorker.inline_function
+
+
+@dataclass(frozen=True)
+class Inlinable:
+    """What a call of a device function is replaced with; nothing here leads to the function."""
+
+    name: str
+    parameters: int
+    variables: dict[str, Any]  # name: location
+    blocks: dict[int, Any]  # by label, in topological order
+
+    known: ClassVar[WeakKeyDictionary[Any, Inlinable | None]] = WeakKeyDictionary()
+
+    @classmethod
+    def of(cls, worker: Any, function: Any) -> Inlinable | None:
+        """That of a function, None when it holds what is not copied here."""
+        if function not in cls.known:
+            cls.known[function] = cls.translate(worker, function)
+        return cls.known[function]
+
+    @classmethod
+    def translate(cls, worker: Any, function: Any) -> Inlinable | None:
+        """From the bytecode of a function."""
+        found = worker.run_untyped_passes(function)
+        worker.validator(found)
+        blocks = inline_closurecall.simplify_CFG(found.blocks)
+        for block in blocks.values():
+            _return_plainly(block)
+        statements = [statement for block in blocks.values() for statement in block.body]
+        if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in _parameters(found)):
+            return None
+        if _assigns_free(found, function):
+            return None
+        if not all(map(_is_known, statements)):
+            return None
+        (scope,) = {id(block.scope): block.scope for block in blocks.values()}.values()
+        return cls(
+            found.func_id.func_qualname,
+            len(_parameters(found)),
+            {v.name: v.loc for v in scope.localvars._con.values()},
+            {label: blocks[label] for label in inline_closurecall.find_topo_order(blocks)},
+        )
+
+
+def _parameters(function_ir: Any) -> list[Any]:
+    return list(function_ir.func_id.pysig.parameters.values())
+
+
+def _assigns_free(function_ir: Any, function: Any) -> bool:
+    """Whether a variable has the name of a free one: those are not renamed."""
+    (scope, *_) = [block.scope for block in function_ir.blocks.values()]
+    return not set(function.__code__.co_freevars).isdisjoint(scope.localvars._con)
+
+
+def _is_known(statement: Any) -> bool:
+    kind = type(statement)
+    if kind is ir.Assign:
+        return type(statement.value) in (ir.Expr, ir.Var, ir.Arg, *SHARED)
+    return kind in (ir.Jump, ir.Branch, ir.Return, *COPIED)
+
+
+def _return_plainly(block: Any) -> None:
+    """Take the cast off the value that a block returns."""
+    last = block.body[-1]
+    if type(last) is not ir.Return:
+        return
+    for statement in block.body:
+        value: Any = getattr(statement, "value", None)
+        cast = type(value) is ir.Expr and value.op == "cast"
+        if cast and statement.target.name == last.value.name:
+            statement.value = value.value
+
+
+def inline_function(
+    self: Any, caller: Any, block: Any, i: int, function: Any, arg_typs: Any = None
+) -> Any:
+    """In place of InlineWorker.inline_function, for plain calls."""
+    call = block.body[i].value
+    found = Inlinable.of(self, function) if arg_typs is None else None
+    plain = call.op == "call" and not (call.kws or call.vararg)
+    if found is None or not plain or len(call.args) != found.parameters:
+        return _inline_function(self, caller, block, i, function, arg_typs)
+    return _insert(found, caller, block, i)
+
+
+def _insert(found: Inlinable, caller: Any, block: Any, i: int) -> Any:
+    """Put a function in place of statement i of a block of its caller."""
+    labels, scope, instruction = ir_utils._the_max_label, block.scope, block.body[i]
+    offset = max(labels.next(), max(caller.blocks)) + 1
+    labels.update(max(found.blocks) + offset)
+    prefix = f"{found.name}${next(bytecode.FunctionIdentity._unique_ids)}"
+    rename = inline_closurecall._created_inlined_var_name
+    variables = {
+        name: scope.redefine(rename(prefix, name), loc=loc) for name, loc in found.variables.items()
+    }
+    rest = ir.Block(scope, block.loc)
+    rest.body, block.body = block.body[i + 1 :], block.body[:i]
+    block.body.append(ir.Jump(min(found.blocks) + offset, instruction.loc))
+    after = ir_utils.next_label()
+    caller.blocks[after] = rest
+    definitions = caller._definitions
+    old = definitions.get(instruction.target.name, [])
+    definitions[instruction.target.name] = [v for v in old if v is not instruction.value]
+    copy = _Copy(variables, instruction.value.args, instruction.target, offset, after)
+    inserted = {label + offset: copy.block(b, scope) for label, b in found.blocks.items()}
+    for new in inserted.values():
+        for statement in new.body:
+            if type(statement) is ir.Assign:
+                definitions[statement.target.name].append(statement.value)
+    caller.blocks.update(inserted)
+    return None, inserted, variables, [(after, rest), *inserted.items()]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """What becomes of a function's names at a call."""
+
+    variables: dict[str, Any]
+    arguments: Any
+    target: Any
+    offset: int
+    after: int  # label of what follows the call
+
+    def block(self, old: Any, scope: Any) -> Any:
+        """Of a block."""
+        new = ir.Block(scope, old.loc)
+        for statement in old.body:
+            new.body.extend(self.statements(statement))
+        return new
+
+    def statements(self, old: Any) -> Any:
+        """Of a statement."""
+        kind = type(old)
+        if kind is ir.Assign:
+            return (ir.Assign(self.value(old.value), self.value(old.target), old.loc),)
+        if kind is ir.Return:
+            leave = ir.Jump(self.after, old.loc)
+            return ir.Assign(self.value(old.value), self.target, old.loc), leave
+        if kind is ir.Jump:
+            return (ir.Jump(old.target + self.offset, old.loc),)
+        if kind is ir.Branch:
+            ways = old.truebr + self.offset, old.falsebr + self.offset
+            return (ir.Branch(self.value(old.cond), *ways, old.loc),)
+        new = object.__new__(kind)
+        new.__dict__ = {name: self.value(value) for name, value in old.__dict__.items()}
+        return (new,)
+
+    def value(self, old: Any) -> Any:
+        """Of what statements are made of."""
+        kind = type(old)
+        if kind is ir.Var:
+            return self.variables[old.name]
+        if kind is ir.Expr:
+            names = {name: self.value(value) for name, value in old._kws.items()}
+            return ir.Expr(old.op, old.loc, **names)
+        if kind is ir.Arg:
+            return self.arguments[old.index]
+        if kind is tuple or kind is list:
+            return kind(map(self.value, old))
+        return old

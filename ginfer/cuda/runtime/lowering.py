@@ -1,0 +1,109 @@
+"""Numba's lowering for front_end: variables without reference counts and sizes for debuggers.
+
+Numba asks LLVM for the size of each variable, by the text of a module, and walks a block anew for
+each that is assigned in it. Values of kernels have no reference counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from llvmlite.ir import Constant
+from numba.cuda import cgutils
+from numba.cuda.core import analysis, ir  # type: ignore[import-not-found]
+
+
+def collect_variables(value: Any, found: list[Any]) -> None:
+    """Add the variables that a part of a statement mentions to `found`, in order."""
+    kind = type(value)
+    if kind is ir.Var:
+        found.append(value)
+    elif kind is ir.Expr:
+        for inner in value._kws.values():
+            collect_variables(inner, found)
+    elif kind is list or kind is tuple:
+        for inner in value:
+            collect_variables(inner, found)
+    elif kind is dict:
+        for inner in value.values():
+            collect_variables(inner, found)
+    elif isinstance(value, ir.Inst):
+        found.extend(value.list_vars())
+
+
+def variables_of_statement(self: Any) -> list[Any]:
+    """In place of Stmt.list_vars."""
+    found: list[Any] = []
+    collect_variables(list(self.__dict__.values()), found)
+    return found
+
+
+def variables_of_expression(self: Any) -> list[Any]:
+    """In place of Expr.list_vars."""
+    found: list[Any] = []
+    collect_variables(self._kws, found)
+    return found
+
+
+def compute_use_defs(blocks: Any) -> Any:
+    """In place of compute_use_defs: what blocks define, and what they use that others have."""
+    uses: dict[int, set[str]] = {}
+    definitions: dict[int, set[str]] = {}
+    for label, block in blocks.items():
+        used, defined = uses.setdefault(label, set()), definitions.setdefault(label, set())
+        for statement in block.body:
+            names = [variable.name for variable in statement.list_vars()]
+            if type(statement) is ir.Assign:
+                found: list[Any] = []
+                collect_variables(statement.value, found)
+                if statement.target.name not in [variable.name for variable in found]:
+                    defined.add(statement.target.name)
+            elif type(statement) is ir.Del:
+                names.append(statement.value)
+            used.update(name for name in names if name not in defined)
+    return analysis._use_defs_result(usemap=uses, defmap=definitions)
+
+
+def find_singly_assigned(self: Any) -> None:
+    """In place of Lower._find_singly_assigned_variable: one walk for all variables."""
+    blocks = self.func_ir.blocks
+    found = analysis.compute_use_defs(blocks)
+    elsewhere = set[str]().union(*found.usemap.values())
+    assigned = Counter(
+        statement.target.name
+        for block in blocks.values()
+        for statement in block.body
+        if isinstance(statement, ir.assign_types)
+    )
+    defined = set[str]().union(*found.defmap.values())
+    self._singly_assigned_vars = {n for n in defined - elsewhere if assigned[n] == 1}
+    self._blk_local_varmap = {}
+
+
+def delete_variable(self: Any, name: str) -> None:
+    """In place of CUDALower.delvar."""
+    if name in self._blk_local_varmap:
+        return
+    self._singly_assigned_vars.discard(name)
+    self._alloca_var(name, self.typeof(name))
+    pointer = self.getvar(name)
+    self.builder.load(pointer)  # LLVM's choices depend on it, and on the zeros
+    self.builder.store(Constant(pointer.type.pointee, None), pointer)
+
+
+def store_variable(self: Any, value: Any, name: str, argidx: Any = None) -> None:
+    """In place of CUDALower.storevar."""
+    self._alloca_var(name, self.typeof(name))
+    if name in self._singly_assigned_vars:
+        self._blk_local_varmap[name] = value
+    else:
+        pointer = self.getvar(name)
+        if argidx is None:
+            self.builder.load(pointer)  # as in delete_variable
+        self.builder.store(value, pointer)
+
+
+def allocate_variable(self: Any, name: str, lltype: Any, datamodel: Any = None) -> Any:
+    """In place of CUDALower.alloca_lltype."""
+    return cgutils.alloca_once(self.builder, lltype, name=name)
