@@ -104,10 +104,10 @@ class Upload:
     in a format without a kernel."""
 
     def __init__(self, tensors: list[PackedTensor], stream: Stream) -> None:
-        nbytes = sum(align_up(t.data.nbytes, ALIGNMENT) for t in tensors)
+        self._tensors = {t.name: t for t in tensors}
+        nbytes = sum(align_up(t.data.nbytes, ALIGNMENT) for t in self._tensors.values())
         self.arena = Arena(nbytes + VECTORS_NBYTES, "weights")
         self._stream, self._staging = stream, Staging()
-        self._tensors = {t.name: t for t in tensors}
         self._places: dict[str, int] = {}
         self.faults: list[str] = []
 

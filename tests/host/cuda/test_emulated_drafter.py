@@ -6,13 +6,15 @@ import pytest
 
 from ginfer.backend import MemoryPlan
 from ginfer.cuda.backend import CudaBackend
-from ginfer.cuda.drafter.weights import upload_drafter
+from ginfer.cuda.drafter.weights import context_nbytes, upload_drafter
 from ginfer.cuda.runtime.memory import Arena
 from ginfer.cuda.runtime.queue import Queue
 from ginfer.cuda.runtime.stream import Stream
+from ginfer.cuda.weights import ALIGNMENT, VECTORS_NBYTES
 from ginfer.engine.memory import page_nbytes
 from ginfer.errors import ArtifactError, ConfigError
 from ginfer.models.dflash2 import QWEN_DEMO_DRAFTER
+from ginfer.sizes import align_up
 from scripts.random_models import MODELS
 from tests.drafter_cases import (
     check_block_attention,
@@ -109,16 +111,18 @@ def test_what_lacks_or_has_no_kernel_is_named(queue):
 
 
 def test_the_ledger_counts_every_arena_that_is_taken(queue, monkeypatch):
-    taken, real = [], Arena.__init__
+    taken, asked, real = [], [], Arena.__init__
 
     def note(arena, nbytes, name):
         real(arena, nbytes, name)
         taken.append(arena)
+        asked.append(nbytes)
 
     monkeypatch.setattr(Arena, "__init__", note)
     spec = TARGET.spec
     image = CudaBackend(spec, graphs=False, speculates=True, drafter=SPEC)
-    image.load([*TARGET.packed(), *random_drafter(TARGET, SPEC, "q4")], lambda _: None)
+    drafts = random_drafter(TARGET, SPEC, "q4")
+    image.load([*TARGET.packed(), *drafts], lambda _: None)
     plan = MemoryPlan(
         num_rows=2,
         num_units=4,
@@ -132,4 +136,8 @@ def test_the_ledger_counts_every_arena_that_is_taken(queue, monkeypatch):
     assert [arena.name for arena in taken] == ["weights", "weights", "memory of requests"]
     ledger = image.ledger()
     assert sum(ledger.values()) == sum(arena.taken_nbytes for arena in taken)
+    copied = [t for t in drafts if t.name.endswith(("k_proj", "v_proj"))]
+    payload = sum(align_up(t.data.nbytes, ALIGNMENT) for t in (*drafts, *copied))
+    assert asked[1] == payload + VECTORS_NBYTES, "k and v are there twice, nothing else"
+    assert sum(t.data.nbytes for t in copied) <= context_nbytes(SPEC)
     image.close()
