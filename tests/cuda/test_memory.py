@@ -6,6 +6,7 @@ from ginfer.cuda.backend import RESERVE_NBYTES
 from ginfer.cuda.runtime.memory import Arena
 from ginfer.errors import ConfigError
 from ginfer.sizes import MIB
+from tests.drafted import drafted_demo
 from tests.engines import complete, ids_prompt, open_demo
 
 
@@ -30,6 +31,13 @@ def test_the_ledger_is_what_the_driver_has_given(device):
         assert device.free_nbytes() == ready, "memory was taken while serving"
         assert engine.stats()["memory"]["parking"] == 64 * MIB
     assert before - device.free_nbytes() <= 32 * MIB
+
+
+def test_the_ledger_counts_a_drafter(device):
+    before = device.free_nbytes()
+    with open_gpu(package=drafted_demo(), max_context=4096, kv_capacity=65_536) as engine:
+        gone = before - device.free_nbytes()
+        assert abs(gone - counted(engine)) <= gone // 100
 
 
 def test_automatic_capacity_takes_the_device_and_leaves_the_reserve(device):
