@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import chain, takewhile
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -304,8 +304,9 @@ class PrefixCache:
         if hit.snapshot is None:
             return num_pages
         node = hit.snapshot.node
-        newly_locked = sum(len(n.pages) for n in takewhile(_is_unlocked, path(node)))
-        return newly_locked + num_pages - node.end // PAGE_TOKENS
+        while node.refs == 0 and node.parent is not None:
+            node = node.parent
+        return num_pages - node.end // PAGE_TOKENS  # what is held above costs nothing
 
     def _fits(self, hit: Hit, num_pages: int) -> bool:
         return bool(
@@ -335,13 +336,17 @@ class PrefixCache:
         """Tell a snapshot that it is used, and those before it on its path that they are passed;
         the end of a system prompt is used by all that pass it."""
         hit.hits += 1
+        system = SnapshotKind.SYSTEM
         for node in (*nodes, self._memory.tree.root):
-            if not _has_news(node, hit):
-                continue
+            for snapshot in node.snapshots.values():
+                if not snapshot.passed or snapshot is hit or snapshot.kind is system:
+                    break
+            else:
+                continue  # nothing that this hit changes
             limit = hit.num_tokens - node.end
             for snapshot in fitting(node, data, node.end * TOKEN_NBYTES, limit):
                 snapshot.passed = True
-                if snapshot is hit or snapshot.kind is SnapshotKind.SYSTEM:
+                if snapshot is hit or snapshot.kind is system:
                     snapshot.used = self._tick
                 self._memory.touch(snapshot)
 
@@ -432,18 +437,6 @@ class PrefixCache:
 
 def _history(token_ids: NDArray[np.int32]) -> bytes:
     return np.asarray(token_ids, "<i4").tobytes()
-
-
-def _is_unlocked(node: Segment) -> bool:
-    return node.refs == 0
-
-
-def _has_news(node: Segment, hit: Snapshot) -> bool:
-    """Whether a hit at or behind the snapshots of a segment changes what one of them is worth."""
-    for snapshot in node.snapshots.values():
-        if not snapshot.passed or snapshot is hit or snapshot.kind is SnapshotKind.SYSTEM:
-            return True
-    return False
 
 
 def _seams_behind(snapshot: Snapshot, nodes: list[Segment]) -> list[Seam]:
