@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 TAPS = 4
 THREADS = 128
-PIECE = 32  # columns
+PIECE, SHORT = 32, 8  # columns of a thread block, of many and of few
+FEW = 256  # thread blocks that leave a device half empty
 SOON = 8  # columns that a thread of short rows reads at a time
 BESIDE = 9  # blocks of short rows on a multiprocessor: registers that leave room beside a linear
 WIDE, AT_ONCE = 8, 4  # channels of a thread of prefill, columns that it reads at a time
@@ -109,7 +110,7 @@ def conv_kernel(early: int):  # type: ignore[no-untyped-def]
 @kernel(*(int64,) * 7, *(uint32,) * 4)
 def conv_prefill_kernel(early: int):  # type: ignore[no-untyped-def]
     """Arguments y, mix, taps, history, indptr, state_in, state_out, X, W, pieces, blocks. A row has
-    `pieces` pieces and `blocks` blocks of channels per piece. X, W: multiples of 8."""
+    `pieces` equal pieces and `blocks` blocks of channels per piece. X, W: multiples of 8."""
     (start, wait), words = follow_late(early), WIDE // 2
     ahead, all_words, all_taps = (TAPS - 1) * words, (TAPS - 1 + AT_ONCE) * words, TAPS * WIDE
 
@@ -148,8 +149,10 @@ def conv_prefill_kernel(early: int):  # type: ignore[no-untyped-def]
         c = uint32((block * uint32(THREADS) + uint32(cuda.threadIdx.x)) * uint32(WIDE))
         first = int64(ld_global_u32(row_of_32(indptr, row)))
         end = int64(ld_global_u32(row_of_32(indptr, uint32(row + uint32(1)))))
-        t = first + int64(unit - row * pieces) * PIECE
-        stop = min(t + PIECE, end)
+        piece = div_u32(uint32(end - first + int64(pieces) - 1), pieces)
+        piece = uint32(piece + uint32(AT_ONCE - 1)) & uint32(0xFFFFFFFF - (AT_ONCE - 1))
+        t = first + int64(unit - row * pieces) * int64(piece)
+        stop = min(t + int64(piece), end)
         slot = int64(ld_global_u32(row_of_32(state_in, row)))
         if c < X:
             for k in range(TAPS):
@@ -222,6 +225,8 @@ def conv(queue: Queue, y: int, mix: int, *, rows: Rows, channels: Channels) -> N
     addresses, sizes = (y, mix, channels.taps, channels.history, *tables), (channels.X, channels.W)
     if rows.longest > PIECE or rows.first:  # the other kernel reads a history while it is written
         blocks, pieces = div_ceil(channels.X, WIDE * THREADS), div_ceil(rows.longest, PIECE)
+        if rows.B * pieces * blocks < FEW:
+            pieces = div_ceil(rows.longest, SHORT)
         item, grid = conv_prefill_kernel(queue.early), (rows.B * pieces * blocks,)
         queue.launch(item, grid, *addresses, *sizes, pieces, blocks)
     else:
