@@ -2,9 +2,9 @@
 
 import numpy as np
 
+from ginfer.cuda.attention.prefill_launch import query_items
 from ginfer.cuda.attention.prefill_wgmma import (
     GROUP_NBYTES,
-    ROWS,
     TOTAL_NBYTES,
     attention_prefill_wgmma_kernel,
 )
@@ -15,10 +15,8 @@ FLAG = slice(GROUP_NBYTES - 256, GROUP_NBYTES - 252)
 
 def attention_prefill_wgmma(run, cache, *, block_tiles, grid=0, split=1):
     """Result bits [T, H D]. grid: thread blocks, by default `split` for each unit of work."""
-    most = ROWS // (cache.H // cache.G)
-    ends = np.flatnonzero(np.diff(cache.row, append=-1)) + 1
-    spans = zip([0, *ends[:-1].tolist()], ends.tolist())
-    items = [(t, min(most, end - t)) for start, end in spans for t in range(start, end, most)]
+    indptr = np.r_[0, np.flatnonzero(np.diff(cache.row, append=-1)) + 1]
+    items = query_items("90a", cache.H // cache.G, indptr, cache.token)
     units, D = len(items) * cache.G, cache.shape.D
     grid = grid or units * split
     out = np.full((len(cache.row), cache.H * D), NAN, np.uint16)
@@ -28,7 +26,7 @@ def attention_prefill_wgmma(run, cache, *, block_tiles, grid=0, split=1):
     run(
         attention_prefill_wgmma_kernel(D, block_tiles, 1),
         grid,
-        *(out, cache.qkgv, cache.kv, np.array(items, np.int32), cache.row, cache.token),
+        *(out, cache.qkgv, cache.kv, items, cache.row, cache.token),
         *(cache.pages, totals, units, split, cache.H, cache.G, *cache.numbers, D**-0.5),
     )
     assert (totals[:, FLAG] == 0).all()  # ready for the next launch

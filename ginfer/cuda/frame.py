@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import numpy as np
 from ginfer.batch import Phase, WorkUnits
 from ginfer.cuda.attention.append import Columns
 from ginfer.cuda.attention.decode_launch import SMALL, decode_kernel, large_tiles
-from ginfer.cuda.attention.prefill_launch import columns_of_item
+from ginfer.cuda.attention.prefill_launch import query_items
 from ginfer.cuda.gdn.chunk import Chunks
 from ginfer.cuda.gdn.conv import Rows
 from ginfer.cuda.gdn.prepare import CHUNK
@@ -171,7 +172,7 @@ class Frame:
         occupancy = queue.image[decode_kernel(capability, self._tiles, packed)].occupancy()
         self._units = work_units(spec, plan, self._tiles, num_blocks=num_sms * occupancy)
         a = spec.attention
-        self._queries = columns_of_item(capability, a.num_q_heads // a.num_kv_heads)
+        self._query_items = partial(query_items, capability, a.num_q_heads // a.num_kv_heads)
         self.tables = {phase: Tables(sizes, memory, queue.stream) for phase, sizes in words.items()}
         self._rotations = Rotations(spec, plan.max_pages_per_row * PAGE_TOKENS)
         columns = np.arange(most_rows(plan), dtype=np.int32)
@@ -249,7 +250,7 @@ class Frame:
     ) -> Staged:
         """The tables that only prefill has."""
         tables, num_expanded, lengths = staged.tables, 0, np.diff(batch.row_indptr)
-        queries = _query_items(batch.row_indptr, token, self._queries)
+        queries = self._query_items(batch.row_indptr, token)
         tables.fill("queries", queries)
         if self._plan.kv is KvCodec.INT8:
             num_expanded = self._fill_expanded(tables, batch)
@@ -305,20 +306,6 @@ class Frame:
         """Free the pinned memory."""
         for tables in self.tables.values():
             tables.close()
-
-
-def _query_items(
-    indptr: NDArray[np.int32], token: NDArray[np.int32], most: int
-) -> NDArray[np.int32]:
-    """(first column, columns) of at most `most` columns of a row each, the longest histories
-    first."""
-    items = [
-        (t, min(most, end - t))
-        for start, end in pairwise(indptr.tolist())
-        for t in range(start, end, most)
-    ]
-    items.sort(key=lambda item: -int(token[item[0]]))
-    return np.array(items, np.int32).reshape(-1, 2)
 
 
 def chunks_of(

@@ -22,7 +22,7 @@ from ginfer.cuda.attention.prefill_launch import (
     TOTALS_NBYTES,
     PrefillAttention,
     attention_prefill,
-    columns_of_item,
+    query_items,
 )
 from ginfer.cuda.runtime.queue import Queue
 from ginfer.sizes import div_ceil
@@ -63,10 +63,10 @@ class Attention:
 
     def columns(self, start: int, T: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
         """A launch of columns start .. start + T, their q, k, gate and v, and where results go."""
-        most = columns_of_item(self.bench.image.capability, H // G)
-        first = np.arange(0, T, most)[::-1]
-        items = torch.from_numpy(np.column_stack([first, np.minimum(most, T - first)]).copy())
-        items = items.int().cuda()
+        tokens = np.arange(start, start + T)
+        capability = self.bench.image.capability
+        found = query_items(capability, H // G, np.array([0, T], np.int32), tokens)
+        items = torch.from_numpy(found).cuda()
         token = torch.arange(start, start + T, device="cuda", dtype=torch.int32)
         row = torch.zeros_like(token)
         qkgv = torch.randn(T, 2 * (H + G) * D, device="cuda").bfloat16()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ginfer.cuda.attention.prefill import attention_prefill_kernel, form_of
 from ginfer.cuda.attention.prefill_wgmma import (
@@ -14,6 +17,8 @@ from ginfer.cuda.attention.prefill_wgmma import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ginfer.cuda.attention.append import Columns
     from ginfer.cuda.attention.pages import PageShape
     from ginfer.cuda.runtime.queue import Queue
@@ -22,9 +27,23 @@ MAX_BLOCKS = 144  # thread blocks of a launch, each with its totals
 TOTALS_NBYTES = MAX_BLOCKS * TOTAL_NBYTES
 
 
-def columns_of_item(capability: str, M: int) -> int:
-    """Columns of a work item at most; M: query heads per K/V head."""
-    return ROWS // M if capability == "90a" else 16 * form_of(capability)[0]
+def query_items(
+    capability: str, M: int, indptr: NDArray[np.int32], token: NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """Work items of the columns of rows [B + 1], the longest histories first; M: query heads per
+    K/V head. As the kernel of sm_90a takes them, tiles of rows that are full but for the last one
+    of a row; for the others (first column, columns)."""
+    most = 16 * form_of(capability)[0]
+    items = []
+    for start, end in pairwise(indptr.tolist()):
+        if capability == "90a":
+            num = (end - start) * M
+            firsts = range(0, num, ROWS)
+            items += [(start + r // M, min(ROWS, num - r) | r % M << 16) for r in firsts]
+        else:
+            items += [(t, min(most, end - t)) for t in range(start, end, most)]
+    items.sort(key=lambda item: -int(token[item[0]]))
+    return np.array(items, np.int32).reshape(-1, 2)
 
 
 def spread(units: int, num_sms: int) -> tuple[int, int]:

@@ -1,10 +1,10 @@
 """Attention of the prefill family on sm_90a: wgmma, two warpgroups that take turns.
 
 A block works on one K/V head at a time for up to 128 rows, tokens times the query heads that share
-it, and walks the history in tiles of 64 keys. Keys and values lie in pages as wgmma reads them and
-come by bulk copies; the warp that is last to be done with a tile asks for the next one in its
-place. While a warpgroup weighs its scores, the products of the other run, and its own of the tile
-before.
+it; a token may begin in one tile of rows and end in the next. It walks the history in tiles of 64
+keys. Keys and values lie in pages as wgmma reads them and come by bulk copies; the warp that is
+last to be done with a tile asks for the next one in its place. While a warpgroup weighs its scores,
+the products of the other run, and its own of the tile before.
 
 Numbers: within an absolute block of 2,048 keys the softmax is online, tile after tile from the
 left, and the blocks are merged left to right. The merged blocks of a tile of rows lie in `totals`:
@@ -140,9 +140,10 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
     """Arguments out, qkgv, kv, items, row, token, pages, totals, units, split, H, G, P, bytes of a
     page, offset of the layer, scale.
 
-    items: u32 (first column, columns) each; a unit is an item and a K/V head, heads inside. The
-    grid takes units in turns, the last ones, when they are fewer than blocks, each with `split`
-    blocks. ordered: the warpgroups' products strictly alternate.
+    items: u32 (column of the first row, rows and, from bit 16 on, which of the column's rows is the
+    first) each; a unit is an item and a K/V head, heads inside. The grid takes units in turns, the
+    last ones, when they are fewer than blocks, each with `split` blocks. ordered: the warpgroups'
+    products strictly alternate.
     """
     start, words, plane_nbytes = follow(1), K_STAGES + V_STAGES + 2, TILE * D * 2
     q_nbytes, tile, q_chunks = ROWS * D * 2, attention_tile(D, ROWS), D // 8
@@ -156,14 +157,16 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
     merged, fold = merging(tile, D)
 
     @cuda.jit(device=True, inline="always")
-    def fetch_queries(to, x, width, M, count, thread):
-        """Rows (token, head of the group), those beyond `count` tokens zero."""
+    def fetch_queries(to, x, width, M, rows, thread):
+        """Rows (token, head of the group), zero those that are not there. rows: number, and which
+        of its token's the first one is."""
+        count, skipped = rows
         for k in range(ROWS * q_chunks // THREADS):
             i = uint32(thread + uint32(k * THREADS))
             r, chunk = uint32(i >> uint32(q_shift)), uint32(i & uint32(q_chunks - 1))
-            t = div_u32(r, M)
-            there = t < count
-            h = uint32(r - t * M)
+            there = r < count
+            t = div_u32(uint32(r + skipped), M)
+            h = uint32(r + skipped - t * M)
             at = x + int64(t) * width + int64(h) * (2 * D) + int64(chunk) * 16 if there else x
             place = uint32((chunk >> uint32(3)) * uint32(ROWS * 128))
             place = uint32(place + chunk_at(r, uint32(chunk & uint32(7))))
@@ -359,8 +362,14 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
             item = div_u32(unit, G)
             at = items + int64(item) * 8
             n, t, count, position = uint32(0), uint32(0), uint32(0), uint32(0)
+            num_rows, skipped = uint32(0), uint32(0)
             if unit < units:
-                t, count = ld_global_u32(at), ld_global_u32(at + 4)
+                t, num_rows = ld_global_u32(at), ld_global_u32(at + 4)
+                num_rows, skipped = (
+                    uint32(num_rows & uint32(0xFFFF)),
+                    uint32(num_rows >> uint32(16)),
+                )
+                count = uint32(div_u32(uint32(skipped + num_rows - uint32(1)), M) + uint32(1))
                 position = ld_global_u32(row_of_32(token, t))
                 n = tiles_of(position, count, first, stride)
             key_tiles = uint32(((position + count - uint32(1)) >> uint32(6)) + uint32(1))
@@ -375,13 +384,16 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
                 cuda.syncthreads()
                 if thread == 0:
                     ask_first(n, k_slot, v_slot, places, history, blocks)
-                fetch_queries(base, x, width, M, count, thread)
+                fetch_queries(base, x, width, M, (num_rows, skipped), thread)
                 row0 = uint32(rows_at + (lane >> uint32(2)))
+                live0 = uint32(1) if row0 < num_rows else uint32(0)
+                live1 = uint32(1) if uint32(row0 + uint32(8)) < num_rows else uint32(0)
+                row0 = uint32(row0 + skipped)
                 token0, token1 = div_u32(row0, M), div_u32(uint32(row0 + uint32(8)), M)
                 column = uint32((lane & uint32(3)) * uint32(2))
                 own = uint32(position - column)
                 positions = (uint32(own + token0), uint32(own + token1))
-                border = uint32(position + div_u32(rows_at, M))
+                border = uint32(position + div_u32(uint32(rows_at + skipped), M))
                 local = int64(owner) * TOTAL_NBYTES + int64(group) * GROUP_NBYTES
                 flag = totals + local + (GROUP_NBYTES - 256)
                 total = (
@@ -463,8 +475,6 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
                     gates = x + (width >> 1) + int64(column) * 2
                     gate0, out0 = place(row0, M, gates, to, width, H)
                     gate1, out1 = place(uint32(row0 + uint32(8)), M, gates, to, width, H)
-                    live0 = uint32(1) if token0 < count else uint32(0)
-                    live1 = uint32(1) if token1 < count else uint32(0)
                     inv0, inv1 = float32(1.0) / l0, float32(1.0) / l1
                     write(out0, out1, gate0, gate1, inv0, inv1, live0, live1)
 

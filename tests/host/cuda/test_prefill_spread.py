@@ -1,8 +1,9 @@
 """Units of work of prefill attention over thread blocks: none waits for one that comes late."""
 
+import numpy as np
 import pytest
 
-from ginfer.cuda.attention.prefill_launch import MAX_BLOCKS, columns_of_item, spread
+from ginfer.cuda.attention.prefill_launch import MAX_BLOCKS, query_items, spread
 from ginfer.cuda.runtime.jit import CAPABILITIES
 
 
@@ -28,8 +29,19 @@ def test_few_units_take_most_of_the_multiprocessors():
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("M", [3, 6, 16])
-def test_items_fill_tiles_of_rows(capability, M):
-    columns = columns_of_item(capability, M)
-    assert columns >= 8
+def test_items_hold_every_query_once_the_longest_histories_first(capability, M):
+    indptr = np.array([0, 1, 1, 66, 258], np.int32)
+    token = np.concatenate([np.arange(n) + at for n, at in ((1, 9), (65, 64), (192, 100))])
+    items = query_items(capability, M, indptr, token.astype(np.int32))
+    assert (np.diff(token[items[:, 0]]) <= 0).all()
+    rows = []
+    for t, what in items.tolist():
+        if capability == "90a":
+            first = t * M + (what >> 16)
+            rows += range(first, first + (what & 0xFFFF))
+        else:
+            rows += range(t * M, (t + what) * M)
+        assert len({int(i) for i in np.searchsorted(indptr, [t, rows[-1] // M], "right")}) == 1
+    assert sorted(rows) == list(range(258 * M))
     if capability == "90a":
-        assert 128 - M < columns * M <= 128
+        assert len(items) == 1 + -(-65 * M // 128) + -(-192 * M // 128)
