@@ -40,6 +40,9 @@ Element = TypeVar("Element", bound=np.generic)
 CODECS_VERSION = 1  # raised whenever an encoder's bytes change; part of a recipe's digest
 QMAX = {Q4G64_F16S.name: 7, W8G32_F16S.name: 127}
 SMALLEST_SCALE = np.float16(2.0**-24)
+# Between zero and a group's largest magnitude.
+FITTED_STEPS = np.arange(6, 9.75, 0.25, dtype=np.float32)
+FITTED_GROUPS = 4096  # at once, in cache
 
 
 def bf16_bits(x: F32) -> NDArray[np.uint16]:
@@ -67,12 +70,54 @@ def absmax_codes(x: F32, group: int, qmax: int) -> tuple[NDArray[np.int8], NDArr
     return codes.astype(np.int8).reshape(x.shape), scales
 
 
-def encode(fmt: StorageFormat, layout: Layout, block: F32) -> Bytes:
+def fitted_codes(x: F32, group: int) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """Quantise [N, K] (K a multiple of `group`) to codes -8 .. 7, [N, K], and one scale per group.
+
+    Of scales that put a group's largest magnitude FITTED_STEPS below zero, the one with the
+    smallest squared error; nothing below -8 fits. A group of zeros has scale 0 and codes 0. Raises
+    ValueError when a scale overflows FP16.
+    """
+    groups = x.reshape(-1, group)
+    codes, scales = np.zeros(groups.shape, np.int8), np.zeros(len(groups), np.float16)
+    for first in range(0, len(groups), FITTED_GROUPS):
+        part = slice(first, first + FITTED_GROUPS)
+        _fit(codes[part], scales[part], groups[part])
+    if not np.isfinite(scales).all():
+        raise ValueError(f"magnitude {np.abs(x).max():g} overflows an FP16 scale; rescale it")
+    return codes.reshape(x.shape), scales.reshape(len(x), -1)
+
+
+def _fit(codes: NDArray[np.int8], scales: NDArray[np.float16], groups: F32) -> None:
+    """Fill codes [n, group] and scales [n]; infinite where none fits FP16."""
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(1)[:, None], 1)
+    least = np.full(len(groups), np.inf, np.float32)
+    scales[:] = np.inf
+    for step in FITTED_STEPS:
+        with np.errstate(over="ignore", invalid="ignore"):
+            scale = (-largest / step).astype(np.float16)
+            scale[(scale == 0) & (largest != 0)] = SMALLEST_SCALE
+            wide = scale.astype(np.float32)
+            inverse = np.divide(1, wide, out=np.zeros_like(wide), where=wide != 0)
+            fitted = np.clip(np.rint(groups * inverse), -8, 7)
+            error = np.square(fitted * wide - groups).sum(1)
+        better = error < least
+        least[better], scales[better], codes[better] = (
+            error[better],
+            scale[better, 0],
+            fitted[better],
+        )
+    scales[largest[:, 0] == 0] = 0
+
+
+def encode(fmt: StorageFormat, layout: Layout, block: F32, *, fitted: bool = False) -> Bytes:
     """Payload bytes of one block [N <= 128, K]; only the last block of a matrix may be shorter.
+    fitted: 4-bit codes with the scales of `fitted_codes`, others as ever.
 
     Raises ValueError for non-finite values, an FP16 overflow or a pair that has no encoder.
     """
     encoder = _ENCODERS.get((fmt.name, layout))
+    if fitted and encoder is _tile_q4:
+        encoder = _tile_fitted_q4
     if encoder is None:
         raise ValueError(f"no encoder for format {fmt.name} in layout {layout}")
     if not np.isfinite(block).all():
@@ -108,7 +153,15 @@ def _tile_bf16(block: F32) -> NDArray[np.generic]:
 
 
 def _tile_q4(block: F32) -> Bytes:
-    codes, scales = absmax_codes(_padded(block), Q4G64_F16S.group_size, QMAX[Q4G64_F16S.name])
+    return _q4(absmax_codes(_padded(block), Q4G64_F16S.group_size, QMAX[Q4G64_F16S.name]))
+
+
+def _tile_fitted_q4(block: F32) -> Bytes:
+    return _q4(fitted_codes(_padded(block), Q4G64_F16S.group_size))
+
+
+def _q4(quantised: tuple[NDArray[np.int8], NDArray[np.float16]]) -> Bytes:
+    codes, scales = quantised
     nibbles = _fragments((codes + 8).view(np.uint8), "gtjech")
     packed = nibbles[..., 0] | (nibbles[..., 1] << 4)
     return np.concatenate([packed.reshape(len(packed), -1), _scale_pairs(scales, 1)], axis=1)

@@ -126,7 +126,7 @@ def _payload(
     if item.transpose:
         rows = iter([np.ascontiguousarray(np.concatenate(list(rows)).T)])
     try:
-        yield from (codecs.encode(fmt, layout, block) for block in rows)
+        yield from (codecs.encode(fmt, layout, block, fitted=item.fitted) for block in rows)
     except ValueError as error:
         sources = ", ".join(dict.fromkeys(names[p.source.name] for p in item.pieces))
         raise CheckpointError([f"{item.target.name} (from {sources}): {error}"]) from error

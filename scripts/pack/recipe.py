@@ -46,6 +46,11 @@ class Recipe:
     pieces: tuple[Piece, ...]
     transpose: bool = False
 
+    @property
+    def fitted(self) -> bool:
+        """Whether its 4-bit codes have fitted scales: a drafter proposes more that is accepted."""
+        return self.target.role in (Role.DRAFT_MATRIX, Role.DRAFT_MLP)
+
 
 def interleave(parts: Sequence[Source], step: int) -> tuple[Piece, ...]:
     """Rows of sources of equal length, `step` rows of each in turn."""
@@ -78,6 +83,7 @@ def digest(profile: WeightProfile, recipes: Sequence[Recipe]) -> str:
                 "storage": [storage[r.target.role][0].name, storage[r.target.role][1]],
                 "rows": [[p.source.name, p.start, p.stop] for p in r.pieces],
                 "transpose": r.transpose,
+                **({"scales": "fitted"} if r.fitted else {}),
             }
             for r in recipes
         ],

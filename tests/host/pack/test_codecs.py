@@ -16,7 +16,7 @@ from ginfer.formats import (
     payload_nbytes,
 )
 from ginfer.sizes import align_up
-from scripts.pack.codecs import absmax_codes, bf16_bits, encode
+from scripts.pack.codecs import FITTED_STEPS, absmax_codes, bf16_bits, encode, fitted_codes
 from tests.oracles.formats import bf16_to_f32, decode
 
 SHAPES = [(1, 64), (16, 32), (128, 64), (130, 96), (257, 384), (96, 1536), (300, 160)]
@@ -124,6 +124,40 @@ def test_scale_that_underflows_becomes_the_smallest_and_zero_group_has_scale_zer
     codes, scales = absmax_codes(x, 64, 7)
     assert scales.view(np.uint16).tolist() == [[0], [1]]
     assert not codes.any()
+
+
+def _squared_error(x, codes, scales):
+    groups = codes.reshape(*scales.shape, -1) * scales.astype(np.float64)[..., None]
+    return np.square(groups - x.reshape(groups.shape)).sum(-1)
+
+
+def test_fitted_scales_have_the_smallest_error_of_all_that_are_tried():
+    rng = np.random.default_rng(4)
+    x = (rng.standard_normal((40, 128)) * rng.choice([1e-6, 0.03, 20], (40, 1))).astype(np.float32)
+    x[0, :64] = np.abs(x[0, :64])  # one sign alone
+    codes, scales = fitted_codes(x, 64)
+    assert (codes.min(), codes.max()) == (-8, 7)
+    got = _squared_error(x, codes, scales)
+    for n, group in np.ndindex(40, 2):
+        values = x[n, 64 * group : 64 * group + 64].astype(np.float64)
+        far = max(values, key=abs)
+        tried = [float(np.float16(-far / step)) for step in FITTED_STEPS]
+        fits = [np.clip(np.rint(values / s), -8, 7) * s - values for s in tried]
+        assert got[n, group] <= min(np.square(fit).sum() for fit in fits) * 1.0001
+    assert got.sum() < 0.8 * _squared_error(x, *absmax_codes(x, 64, 7)).sum()
+
+
+def test_fitted_scales_at_the_ends_of_fp16():
+    x = np.zeros((3, 64), np.float32)
+    x[1, 5], x[2, :2] = 1e-9, (4e5, -1e5)  # below the smallest scale; above the largest at 6 steps
+    codes, scales = fitted_codes(x, 64)
+    assert scales[:2].view(np.uint16).tolist() == [[0], [1]]
+    assert not codes[:2].any()
+    assert np.isfinite(scales).all()
+    assert (codes[2, :2] * scales.astype(np.float32)[2]).tolist() == pytest.approx([4e5, -1e5], 0.2)
+    x[2, 0] = 1e6
+    with pytest.raises(ValueError, match="overflows"):
+        fitted_codes(x, 64)
 
 
 def test_bf16_rounds_to_nearest_even():
