@@ -77,7 +77,12 @@ class Answer:
         if usage.completion_tokens > 1 and times.decode_s > 0:
             parts.append(f"{(usage.completion_tokens - 1) / times.decode_s:.1f} tokens/s")
         if usage.draft_tokens:
-            parts.append(f"{usage.accepted_tokens} of {usage.draft_tokens} drafts accepted")
+            decoded = usage.completion_tokens - 1  # the prompt draws the first
+            rounds = max(decoded - usage.accepted_tokens, 1)
+            parts.append(
+                f"{decoded / rounds:.2f} tokens a round, {usage.accepted_tokens} of "
+                f"{usage.draft_tokens} drafts accepted"
+            )
         return ", ".join([*parts, str(self.finished.reason)])
 
     def _take(self, delta: Delta) -> None:

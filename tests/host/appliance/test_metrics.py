@@ -50,6 +50,22 @@ def test_every_counter_of_the_engine_is_exposed() -> None:
     assert len(families) == len(stats.snapshot()) + 2
 
 
+def test_drafts_are_counted_by_origin_and_accepted_ones_by_place() -> None:
+    stats = Stats()
+    stats.drafts(["drafter", "copy"], [7, 5], [2, 5], wide=7)
+    families = _families(list(render_engine(stats.snapshot())))
+    assert families["ginfer_engine_spec_rounds"].samples[0].value == 1
+    for name, counts in (("drafted", (7, 5)), ("accepted", (2, 5))):
+        assert families[f"ginfer_engine_{name}"].type == "counter"
+        assert _samples(families[f"ginfer_engine_{name}"]) == {
+            f"ginfer_engine_{name}_total[('origin', '{origin}')]": count
+            for origin, count in zip(("drafter", "copy"), counts, strict=True)
+        }
+    places = _samples(families["ginfer_engine_accepted_at"])
+    assert sorted(places.values()) == [1, 1, 1, 2, 2]
+    assert sum(places.values()) == 7
+
+
 def test_the_numbers_of_a_group_carry_its_name() -> None:
     stats = {"grammar": {"mask_s": 0.5, "cached": 3}, "reuse": {"append": 2}}
     families = _families(list(render_engine(stats)))

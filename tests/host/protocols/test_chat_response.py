@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from appliance.protocols.chat_response import ChatCollector, ChatWriter
+from appliance.protocols.chat_response import ChatCollector, ChatWriter, usage_body
 from appliance.protocols.turn import MalformedToolCallError
-from ginfer.engine.request import FinishReason, TokenLogprob
+from ginfer.engine.request import FinishReason, TokenLogprob, Usage
 from ginfer.frontend.base import (
     CallArguments,
     CallBroken,
@@ -119,6 +119,13 @@ def test_transcript_of_reasoning_and_content():
         chunk({"content": " there"}),
         chunk({}, "stop"),
     ]
+
+
+def test_usage_tells_what_became_of_drafts():
+    counts = {"prompt_tokens": 12, "cached_tokens": 8, "completion_tokens": 5}
+    body = usage_body(Usage(**counts, reasoning_tokens=2, draft_tokens=9, accepted_tokens=3))
+    drafts = {"accepted_prediction_tokens": 3, "rejected_prediction_tokens": 6}
+    assert body == USAGE | {"completion_tokens_details": {"reasoning_tokens": 2, **drafts}}
 
 
 def test_transcript_with_usage():
