@@ -140,7 +140,7 @@ def tokens_per_round(**options):
     """Of the demo's drafter on the golden prompts, every draft verified."""
     with open_demo(**options, package=drafted_demo(), max_concurrency=1) as engine:
         drafting = engine._loop._drafting
-        drafting._copy = lambda job: []
+        drafting._copy = lambda *_: []
         force(engine)
         for case in CASES.values():
             complete(engine, ids_prompt(case["prompt_ids"]), len(case["greedy_ids"]))

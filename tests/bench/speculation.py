@@ -32,7 +32,7 @@ from ginfer.prompt import PreparedPrompt
 from tests.bench.summary import SUMMARY, record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ginfer.batch import DraftBatch
     from ginfer.engine.draft_width import Offer, Origin
@@ -175,7 +175,8 @@ def forced(
 
     with ExitStack() as held:
         held.enter_context(patch.object(speculation, "draft", instead))
-        wrongly = lambda job: [] if any(accepted) else [wrong(t) for t in copy(job)]  # noqa: E731
+        none = any(accepted)
+        wrongly = lambda *job: [] if none else [wrong(t) for t in copy(*job)]  # noqa: E731
         held.enter_context(patch.object(drafting, "_copy", wrongly))
         if every:
             held.enter_context(patch.object(widths, "plan", _all_offered))
@@ -184,8 +185,8 @@ def forced(
         yield
 
 
-def _always(lane: int, origin: Origin, rows: int) -> bool:
-    return True
+def _always(lanes: Iterable[int], origin: Origin, rows: int) -> set[int]:
+    return set(lanes)
 
 
 def _all_offered(offers: Mapping[int, Offer]) -> dict[int, int]:
