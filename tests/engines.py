@@ -130,3 +130,11 @@ def submit(engine: Engine, request: Request, on_event: Any = None) -> Run:
 def complete(engine: Engine, prompt: PreparedPrompt, max_tokens: int = 16, **fields: Any) -> Run:
     """Run one request to its end."""
     return submit(engine, make_request(prompt, max_tokens, **fields)).wait()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Poll until it is true, for as long as a busy machine may need."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)

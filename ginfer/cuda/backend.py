@@ -22,6 +22,7 @@ from ginfer.cuda.frame import Frame, Staged, table_words
 from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.catalog import kernels_of
 from ginfer.cuda.runtime.device import Device
+from ginfer.cuda.runtime.elastic import ElasticMemory
 from ginfer.cuda.runtime.graph import Graph
 from ginfer.cuda.runtime.image import Image, native_capability
 from ginfer.cuda.runtime.memory import Arena, Slice, set_bytes
@@ -94,15 +95,17 @@ class CudaBackend:
         graphs: bool = True,
         speculates: bool = False,
         drafter: DrafterSpec | None = None,
+        elastic: bool = False,
     ) -> None:
-        """speculates: its rounds can, with a drafter or without."""
+        """speculates: its rounds can, with a drafter or without. elastic: units of the arena can be
+        given back to the driver."""
         a, g = spec.attention, spec.gdn
         if (a.head_dim, a.rotary_dim, g.k_head_dim, g.v_head_dim) != (256, 64, 128, 128):
             raise ConfigError("the CUDA image has kernels for heads of 256 and 128 dims only")
         self._spec, self._drafter = spec, drafter if speculates else None
         if self._drafter is not None:
             check_shapes(self._drafter)
-        self._wants_graphs = graphs
+        self._wants_graphs, self._is_elastic = graphs, elastic
         self._device = Device()
         capability = native_capability(self._device.info.capability)
         self._free_nbytes = self._device.free_nbytes()  # before anything is taken
@@ -124,6 +127,7 @@ class CudaBackend:
         self._weights_nbytes = self._graphs_nbytes = 0
         self._model: Model | None = None
         self._memory: Arena | None = None
+        self._elastic: ElasticMemory | None = None
         self._graphs: dict[tuple[int, int, bool], Graph] = {}  # rows, columns, whether it records
         self._replayed = self._closed = False
         self.clock: RoundClock | None = None
@@ -191,10 +195,15 @@ class CudaBackend:
         selected = most_selected(plan, drafter)
         self._num_lanes, sms = plan.num_rows, self._device.info.num_sms
         parts = request_parts(spec, plan, drafter)
+        hold, units = self._held.callback, None
+        if self._is_elastic:
+            arena = parts.pop("arena")
+            self._elastic = ElasticMemory(arena, queue.stream, ordinal=self._device.ordinal)
+            hold(self._elastic.close)
+            units = self._elastic.slice(arena)
         self._memory = memory = Arena(parts_nbytes(parts), "memory of requests")
-        hold = self._held.callback
         hold(memory.close)
-        self._slots = Slots(spec, plan, memory, queue.stream, drafter=drafter)
+        self._slots = Slots(spec, plan, memory, queue.stream, drafter=drafter, units=units)
         hold(self._slots.close)
         words = table_words(spec, plan, selected)
         self._frame = Frame(spec, plan, memory, words=words, queue=queue, num_sms=sms)
@@ -393,19 +402,28 @@ class CudaBackend:
         self._slots.unpark(host_units, units, pages=False)
 
     def give_back(self, units: Sequence[int]) -> None:
-        """Nothing: device memory is one piece and stays with the process."""
+        """Hand units back to the driver, where memory is elastic; what they held is lost."""
+        if self._elastic is not None:
+            self._device.use()
+            self._elastic.give_back(self._slots.unit_nbytes, units)
 
     def take_back(self) -> None:
-        """Nothing was given back."""
+        """Have the whole arena again."""
+        if self._elastic is not None:
+            self._device.use()
+            self._elastic.take_back()
 
     def ledger(self) -> dict[str, int]:
         """Bytes on the device by use, as the driver counts them; parking is host memory."""
         assert self._memory is not None
         named = {name: self._memory.ledger[name] for name in ("arena", "slots", "counts")}
+        workspace = self._memory.taken_nbytes - sum(named.values())
+        if self._elastic is not None:
+            named["arena"] += self._elastic.taken_nbytes
         return {
             "weights": self._weights_nbytes,
             **named,
-            "workspace": self._memory.taken_nbytes - sum(named.values()),
+            "workspace": workspace,
             "kernels": self._kernels_nbytes,
             "graphs": self._graphs_nbytes,
             "parking": self._slots.parking_nbytes,

@@ -83,11 +83,13 @@ class Slots:
         stream: Stream,
         *,
         drafter: DrafterSpec | None = None,
+        units: Slice | None = None,
     ) -> None:
+        """units: the arena; without it a part of `memory` is."""
         self._layers, self._state, self._history = slot_parts(spec)
-        self._num_slots, self._unit, self._stream = plan.num_slots, plan.unit_nbytes, stream
+        self._num_slots, self.unit_nbytes, self._stream = plan.num_slots, plan.unit_nbytes, stream
         self._lanes, nbytes = plan.num_rows, memory_nbytes(spec, plan, drafter)
-        self.units = memory.take(nbytes["arena"], "arena", alignment=2 << 20)
+        self.units = units or memory.take(nbytes["arena"], "arena", alignment=2 << 20)
         scales = memory.take(nbytes["scales"], "arena")
         self.pages = page_shape(spec, plan.kv, scales.address)
         self._scales = spec.scales_nbytes(plan.kv)  # of a page
@@ -140,9 +142,9 @@ class Slots:
         done = 0
         for address, nbytes in self.parts(slot):
             while nbytes:
-                unit, inside = divmod(done, self._unit)
-                piece = min(nbytes, self._unit - inside)
-                copy(address, base + units[unit] * self._unit + inside, piece)
+                unit, inside = divmod(done, self.unit_nbytes)
+                piece = min(nbytes, self.unit_nbytes - inside)
+                copy(address, base + units[unit] * self.unit_nbytes + inside, piece)
                 address, nbytes, done = address + piece, nbytes - piece, done + piece
 
     def save(self, slot: int, units: Ids) -> None:
@@ -180,7 +182,7 @@ class Slots:
 
     def _places(self, *, pages: bool) -> list[tuple[int, int, int]]:
         """(address here, offset in the parking space, bytes) of the parts of page or unit 0."""
-        size = self.pages.page_nbytes if pages else self._unit
+        size = self.pages.page_nbytes if pages else self.unit_nbytes
         places = [(self.units.address, 0, size)]
         if pages and self._scales:
             places.append((self.pages.scales, self._parked_units, self._scales))

@@ -38,13 +38,12 @@ def open_backend(
         return cast("Backend", backend)
     if refusal:
         raise ConfigError(f"backend cuda: {refusal}", param="backend")
-    if config.kv_elastic:
-        raise ConfigError(
-            "kv_elastic is for backend cpu: GPU memory stays with the process; leave it out",
-            param="kv_elastic",
-        )
     module = import_module("ginfer.cuda.backend")
     backend = module.CudaBackend(
-        spec, graphs=config.cuda_graphs, speculates=speculates, drafter=drafter
+        spec,
+        graphs=config.cuda_graphs,
+        speculates=speculates,
+        drafter=drafter,
+        elastic=config.kv_elastic,
     )
     return cast("Backend", backend)

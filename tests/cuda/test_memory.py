@@ -7,7 +7,7 @@ from ginfer.cuda.runtime.memory import Arena
 from ginfer.errors import ConfigError
 from ginfer.sizes import MIB
 from tests.drafted import drafted_demo
-from tests.engines import complete, ids_prompt, open_demo
+from tests.engines import complete, ids_prompt, open_demo, wait_until
 
 
 def open_gpu(**options):
@@ -38,6 +38,22 @@ def test_the_ledger_counts_a_drafter(device):
     with open_gpu(package=drafted_demo(), max_context=4096, kv_capacity=65_536) as engine:
         gone = before - device.free_nbytes()
         assert abs(gone - counted(engine)) <= gone // 100
+
+
+def test_idle_elastic_memory_goes_back_to_the_device(device):
+    prompt, options = ids_prompt(range(300)), {"max_context": 4096, "kv_capacity": 65_536}
+    with open_gpu(**options) as engine:
+        want = complete(engine, prompt, 20, ignore_eos=True).ids
+    before = device.free_nbytes()
+    with open_gpu(**options, kv_elastic=True) as engine:
+        whole = engine.stats()["memory"]["arena"]
+        for cached in (0, 256):
+            run = complete(engine, prompt, 20, ignore_eos=True)
+            assert (run.ids, run.started.cached_tokens) == (want, cached)
+            wait_until(lambda: engine.stats()["memory"]["arena"] < whole // 2)
+            gone = before - device.free_nbytes()
+            assert abs(gone - counted(engine)) <= gone // 100
+        engine.check_integrity()
 
 
 def test_automatic_capacity_takes_the_device_and_leaves_the_reserve(device):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -12,10 +10,10 @@ from tests.engines import (
     complete,
     ids_prompt,
     make_request,
-    on_the_cpu,
     open_demo,
     random_prompt,
     submit,
+    wait_until,
 )
 from tests.frontends import message
 
@@ -44,14 +42,6 @@ def warm():
 def values(run):
     """What must be equal bit for bit."""
     return run.ids, run.logprobs, run.text(), run.finished.reason
-
-
-def wait_until(condition, seconds=60.0):
-    """Poll, for as long as a busy machine may need."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 def forget(engine):
@@ -180,7 +170,6 @@ def test_what_is_computed_again_is_reported(warm):
     assert (hit.cached_tokens, hit.recomputed_tokens) == (320, 0)
 
 
-@on_the_cpu
 def test_an_idle_elastic_engine_gives_memory_back_and_serves_on(cold):
     prompt = random_prompt(np.random.default_rng(4), 300)
     want = values(complete(cold, prompt, 8, sampling=GREEDY, ignore_eos=True))

@@ -79,11 +79,10 @@ def test_what_does_not_fit_is_refused_with_both_numbers_before_it_is_loaded(room
         plan(room(139 * GIB), park_mib=66_000)
 
 
-def test_memory_of_a_gpu_is_not_elastic(monkeypatch):
+def test_a_gpu_is_opened_with_elastic_memory_or_without(monkeypatch):
     install(monkeypatch)
     monkeypatch.setattr(backends, "cuda_refusal", str)
-    config = EngineConfig(package=Path("p"), backend="cuda", kv_elastic=True)
-    with pytest.raises(ConfigError, match="kv_elastic is for backend cpu") as caught:
-        open_backend(config, SPEC)
-    assert caught.value.param == "kv_elastic"
-    assert isinstance(open_backend(EngineConfig(package=Path("p")), SPEC), image.CudaBackend)
+    for elastic in (False, True):
+        opened = open_backend(EngineConfig(package=Path("p"), kv_elastic=elastic), SPEC)
+        assert isinstance(opened, image.CudaBackend)
+        assert opened._is_elastic == elastic
