@@ -12,7 +12,7 @@ from ginfer.cpu.stage import stage_draws
 from ginfer.cuda.sampling.acceptance import acceptance_settle_kernel, verified_records
 from ginfer.cuda.sampling.choose import FEW, selection_choose_kernel
 from ginfer.cuda.sampling.keys import STATE_NBYTES, selection_keys_kernel
-from ginfer.cuda.sampling.launch import RESULT, key_values, logprob
+from ginfer.cuda.sampling.launch import RESULT, draw_records, key_values, logprob
 from ginfer.cuda.sampling.rejection import ONE_Q, K, rejection_choose_kernel, rejection_sift_kernel
 from ginfer.cuda.sampling.sift import selection_bins_kernel, selection_sift_kernel
 from ginfer.sizes import align_up, div_ceil
@@ -132,7 +132,7 @@ def on_cpu(v, V):
 def on_device(run, v, V, blocks):
     """(results, columns, counts, tokens) of the kernels."""
     T, S, early, B = len(v.ids), align_up(V, 4), run.early, len(v.limits)
-    draws = verified_records(v.batch, v.indptr, v.limits).view(np.uint8)
+    draws = verified_records(draw_records(v.batch), v.batch, v.indptr, v.limits).view(np.uint8)
     counts, tokens, lanes = v.counts.astype(np.uint32), v.tokens.copy(), v.tokens.shape[1]
     states = np.zeros(T * STATE_NBYTES // 4, np.uint32)
     raw, adjusted = (np.full((T, S), 0xFFFFFFFF, np.uint32) for _ in range(2))

@@ -72,6 +72,7 @@ class RoundCosts:
         self._table = table
         self._rows: defaultdict[int, _Factor] = defaultdict(_Factor)
         self._verify: defaultdict[tuple[int, bool], _Factor] = defaultdict(_Factor)
+        self._curves: dict[tuple[int, bool], list[float]] = {}
 
     def observe(self, num_rows: int, num_columns: int, seconds: float, *, drafter: bool) -> None:
         """A round took so long."""
@@ -92,6 +93,17 @@ class RoundCosts:
         if num_columns > num_rows:
             seconds *= self._verify[num_rows, drafter].value
         return seconds * self._rows[num_rows].value
+
+    def drafted_s(self, num_rows: int, most: int, *, drafter: bool) -> list[float]:
+        """Seconds of rounds that verify 1 .. `most` drafts together."""
+        key = num_rows, drafter
+        curve = self._curves.get(key, [])
+        if len(curve) < most:
+            columns = range(num_rows + 1, num_rows + most + 1)
+            curve = [self._table.round_s(num_rows, n, drafter=drafter) for n in columns]
+            self._curves[key] = curve
+        factor = self._verify[key].value * self._rows[num_rows].value
+        return [seconds * factor for seconds in curve[:most]]
 
     def plain_s(self, num_rows: int) -> float:
         """Seconds of a plain round."""

@@ -54,9 +54,10 @@ class Acceptance:
 
     def observe(self, width: int, accepted: int) -> None:
         """A round verified `width` drafts and accepted the first `accepted`."""
+        offered, taken = self._offered, self._accepted
         for i in range(min(width, accepted + 1)):
-            self._offered[i] = DECAY * self._offered[i] + 1
-            self._accepted[i] = DECAY * self._accepted[i] + (i < accepted)
+            offered[i] = DECAY * offered[i] + 1
+            taken[i] = DECAY * taken[i] + (i < accepted)
 
     def gains(self, limit: int) -> list[float]:
         """Probability that drafts 1 .. limit are accepted, each with all before it."""
@@ -195,9 +196,10 @@ class DraftWidths:
                 for i, gain in enumerate(gains[key])
             )[: MAX_COLUMNS - num_rows]
             tokens = float(num_rows)
-            for n, (gain, _, _) in enumerate(ranked, 1):
+            costs = self._costs.drafted_s(num_rows, len(ranked), drafter=drafter)
+            for n, ((gain, _, _), seconds) in enumerate(zip(ranked, costs), 1):
                 tokens -= gain
-                promised = tokens / self._costs.round_s(num_rows, num_rows + n, drafter=drafter)
+                promised = tokens / seconds
                 if promised > rate:
                     rate, best, chosen = promised, n, ranked
         plan = dict.fromkeys(offers, 0)

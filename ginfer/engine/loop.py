@@ -84,7 +84,7 @@ class RoundLoop:
         )
         self._stalled = False  # nobody can enter before something ends or arrives
         self._ready: tuple[int, ...] = ()
-        self._decoded_last = False
+        self._decoded_last, self._began = False, 0.0  # since when a round's time is not counted
         self._outstanding: Round | None = None  # drawn and not read
         self._drafting = open_drafting(rank, plan, frontend, self.stats, limit=config.draft_tokens)
 
@@ -164,7 +164,7 @@ class RoundLoop:
         """Admit requests while the next chunk has room, order one unit and read the one before;
         False when there is nothing to do. An exception that comes out is the backend's, and the
         loop cannot go on after it."""
-        started = perf_counter()
+        self._began = perf_counter()
         self._prefill.observe(self._rank.backend.chunk_times())
         admitted = False
         while self._may_admit() and self._admit():
@@ -179,7 +179,7 @@ class RoundLoop:
             self._draw(ordered)
         if not self._rank.runs_ahead or (ordered is not None and ordered.flight.plan is not None):
             self._settle()
-        self.stats.busy_s += perf_counter() - started
+        self.stats.busy_s += perf_counter() - self._began
         return True
 
     def _next_unit(self) -> Unit | None:
@@ -370,9 +370,9 @@ class RoundLoop:
             return
         began = perf_counter()
         draw = self._rank.read(done.flight)
-        waited = perf_counter() - began
-        self.stats.forward_s += waited
-        self.stats.wait_s += waited
+        now = perf_counter()
+        self.stats.wait(now - began, round_s=now - self._began)
+        self._began = now
         rows = [i for i, job in enumerate(done.jobs) if job.lane >= 0]
         self._rank.settle(done.flight, rows)
         if done.decodes:

@@ -40,6 +40,7 @@ class PrefillQueue:
         self._pages = plan.max_pages_per_row + plan.num_rows if packed else None
         self._clock = ChunkClock(ChunkCost(_FIXED_S, _WORK_S, pair_share(spec)))
         self._ordered: deque[tuple[Piece, ...]] = deque()
+        self._limits: dict[bool, ChunkLimits] = {}  # as long as costs stay
 
     def views(self, frontier: I32) -> tuple[PromptView, ...]:
         """What plans see of the jobs. frontier: computed tokens by lane."""
@@ -52,13 +53,15 @@ class PrefillQueue:
 
     def limits(self, *, decoding: bool) -> ChunkLimits:
         """Bounds of the next chunk; `decoding`: beside rows that decode."""
-        return ChunkLimits(
-            columns=self._most,
-            cost=self._clock.cost,
-            pages=self._pages,
-            pause_s=self._pause_s if decoding else inf,
-            goes_on=self._goes_on,
-        )
+        if decoding not in self._limits:
+            self._limits[decoding] = ChunkLimits(
+                columns=self._most,
+                cost=self._clock.cost,
+                pages=self._pages,
+                pause_s=self._pause_s if decoding else inf,
+                goes_on=self._goes_on,
+            )
+        return self._limits[decoding]
 
     def chunk_beside(self, num_tokens: int) -> int:
         """Columns of a chunk behind so many tokens, while rows decode."""
@@ -74,6 +77,7 @@ class PrefillQueue:
         for seconds in times:
             if self._ordered:
                 self._clock.observe(self._ordered.popleft(), seconds)
+                self._limits.clear()
 
     def will_help(self, prompt: PreparedPrompt, known: int) -> bool:
         """Whether a prompt in prefill is going to leave a state that this one could start from,

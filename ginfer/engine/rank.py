@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import TYPE_CHECKING
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -209,45 +209,50 @@ class Rank:
             page_table=page_table,
             state_in=slots,
             state_out=partners,
-            items=self._items(lanes, page_table, starts),
+            items=self._items(lanes, page_table, starts, indptr),
             selection=self._sampling.select(lanes, columns, stops, purpose=Purpose.DECODE),
         )
         return Flight(lanes, batch, stops, partners, self._order(rows, batch, stops))
 
-    def _items(self, lanes: tuple[int, ...], page_table: I32, starts: I32) -> WorkItems:
+    def _items(
+        self, lanes: tuple[int, ...], page_table: I32, starts: I32, row_indptr: I32
+    ) -> WorkItems:
         """Work items of a round; the same as long as no page comes and no row enters a block."""
-        key = (lanes, (starts // BLOCK_TOKENS).tobytes())
+        last = starts + (row_indptr[1:] - row_indptr[:-1] - np.int32(1))
+        blocks = np.concatenate((starts, last)) // BLOCK_TOKENS
+        key = (lanes, blocks.tobytes())
         known, items = self._shared
         if items is None or known != key:
-            items = work_items(page_table, starts, np.arange(len(lanes) + 1, dtype=np.int32))
+            items = work_items(page_table, starts, row_indptr)
             self._shared = (key, items)
         return items
 
     def verify(self, plan: DraftPlan) -> Flight:
         """Order a round that feeds what every lane drew last and drafts behind it. It is read
         before anything else is ordered for these lanes."""
-        rows, counts = np.array(plan.lanes, np.int32), np.array(plan.widths, np.int32) + 1
-        drafted = self._draft(plan)
-        row_indptr = np.cumsum([0, *counts], dtype=np.int32)
-        lanes, starts = np.repeat(rows, counts), self._ordered[rows]
-        place = np.arange(row_indptr[-1], dtype=np.int32) - np.repeat(row_indptr[:-1], counts)
-        token_ids = ~(place * np.int32(self._num_lanes) + lanes)
-        for first, copy in zip(row_indptr.tolist(), plan.copies):
-            token_ids[first + 1 : first + 1 + len(copy)] = copy
-        positions = place + np.repeat(starts + self._rope_delta[rows], counts)
-        stops, slots = starts + counts, self._slots[rows]
-        page_table = self._page_table(rows, int(stops.max()))
+        at, drafted = _of_columns(plan.lanes, plan.widths, self._num_lanes), self._draft(plan)
+        rows, starts = at.rows, self._ordered[at.rows]
+        token_ids = at.token_ids
+        if any(plan.copies):
+            token_ids = token_ids.copy()
+            for first, copy in zip(at.row_indptr.tolist(), plan.copies):
+                token_ids[first + 1 : first + 1 + len(copy)] = copy
+        tokens = starts[at.row] + at.place
+        positions = np.empty((3, len(tokens)), np.int32)
+        positions[:] = tokens + self._rope_delta[at.lanes]
+        stops, slots = starts + at.counts, self._slots[rows]
+        page_table = self._round_pages(plan.lanes, rows, max(stops.tolist()))
         batch = ForwardBatch(
             phase=Phase.DECODE,
             token_ids=token_ids,
-            positions=positions[None].repeat(3, 0),
-            row_indptr=row_indptr,
+            positions=positions,
+            row_indptr=at.row_indptr,
             starts=starts,
             page_table=page_table,
             state_in=slots,
             state_out=self._partners(slots),
-            items=work_items(page_table, starts, row_indptr),
-            selection=self._sampling.verify(lanes, place + 1 + np.repeat(starts, counts)),
+            items=self._items(plan.lanes, page_table, starts, at.row_indptr),
+            selection=self._sampling.verify(at.lanes, tokens + np.int32(1)),
             record=True,
         )
         hidden = self._order(rows, batch, stops)
@@ -330,9 +335,10 @@ class Rank:
         batch, speculation = flight.batch, self.backend.speculation
         assert batch.selection is not None
         assert speculation is not None
-        ids = batch.selection.forced.copy()
-        ids[batch.row_indptr[:-1]] = forced
-        batch = replace(batch, selection=replace(batch.selection, forced=ids, mask=mask))
+        if mask is not None or max(forced) >= 0:
+            ids = batch.selection.forced.copy()
+            ids[batch.row_indptr[:-1]] = forced
+            batch = replace(batch, selection=replace(batch.selection, forced=ids, mask=mask))
         flight.pending = speculation.accept(flight.hidden, batch, limits)
         speculation.keep(batch)
 
@@ -390,6 +396,31 @@ def _of_lanes(lanes: tuple[int, ...]) -> tuple[I32, I32, I32, I32]:
     a backend sees that it has them."""
     rows, indptr = np.array(lanes, np.int32), np.arange(len(lanes) + 1, dtype=np.int32)
     return rows, ~rows, indptr, indptr[:-1]
+
+
+class _Columns(NamedTuple):
+    """What the columns of a round that verifies have by its lanes and widths alone: rows [B] of
+    lanes, their columns, indptr [B + 1]; of columns [T] the row, its lane, the place in it, and the
+    id that stands for the token there."""
+
+    rows: I32
+    counts: I32
+    row_indptr: I32
+    row: I32
+    lanes: I32
+    place: I32
+    token_ids: I32
+
+
+@lru_cache(64)
+def _of_columns(lanes: tuple[int, ...], widths: tuple[int, ...], num_lanes: int) -> _Columns:
+    """The same arrays for the same plan, so that a backend sees that it has them."""
+    rows, counts = np.array(lanes, np.int32), np.array(widths, np.int32) + np.int32(1)
+    row_indptr = np.cumsum([0, *counts], dtype=np.int32)
+    row = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
+    place = np.arange(len(row), dtype=np.int32) - row_indptr[row]
+    token_ids = ~(place * np.int32(num_lanes) + rows[row])
+    return _Columns(rows, counts, row_indptr, row, rows[row], place, token_ids)
 
 
 def _has_rings(backend: Backend) -> bool:

@@ -35,6 +35,7 @@ class SamplingTable:
         self._coupled = np.zeros(num_lanes, np.bool_)
         self._bias: list[tuple[tuple[int, float], ...]] = [()] * num_lanes
         self._gathered: dict[tuple[int, ...], dict[str, Any]] = {}
+        self._verified: tuple[I32 | None, dict[str, Any]] = (None, {})  # by these very lanes
 
     def assign(self, lane: int, params: SamplingParams) -> None:
         """A request enters the lane. Without a seed it gets a fresh one of 64 bits."""
@@ -46,6 +47,7 @@ class SamplingTable:
         self._num_top[lane] = -1 if params.logprobs is None else params.logprobs
         self._bias[lane] = params.logit_bias
         self._gathered.clear()
+        self._verified = (None, {})
 
     def select(
         self,
@@ -70,14 +72,16 @@ class SamplingTable:
     def verify(self, lanes: I32, positions: I32) -> SelectionBatch:
         """Free selection in T columns of rows that verify drafts. lanes: [T], of the columns' rows;
         positions: [T], logical position of the column's token."""
-        columns = np.arange(len(lanes), dtype=np.int32)
-        purposes = np.where(self._coupled[lanes], Purpose.DECODE, Purpose.ACCEPT)
-        return SelectionBatch(
-            columns=columns,
-            positions=positions,
-            purposes=purposes.astype(np.int32),
-            **self._gather(tuple(lanes.tolist())),
-        )
+        known, fixed = self._verified
+        if known is not lanes:
+            purposes = np.where(self._coupled[lanes], Purpose.DECODE, Purpose.ACCEPT)
+            fixed = {
+                "columns": np.arange(len(lanes), dtype=np.int32),
+                "purposes": purposes.astype(np.int32),
+                **self._gather(tuple(lanes.tolist())),
+            }
+            self._verified = (lanes, fixed)
+        return SelectionBatch(positions=positions, **fixed)
 
     def draft(self, lanes: I32) -> dict[str, Any]:
         """How rows draw drafts: as they draw tokens, but the likeliest where a draft must equal

@@ -95,7 +95,15 @@ class Stats:
         for origin, width, taken in zip(origins, widths, accepted, strict=True):
             self.drafted[origin] += width
             self.accepted[origin] += taken
-            self.accepted_at.update(map(str, range(1, taken + 1)))
+            for place in range(1, taken + 1):
+                self.accepted_at[str(place)] += 1
+
+    def wait(self, seconds: float, *, round_s: float) -> None:
+        """Count a wait for values together with the time of its round so far: whoever looks at the
+        counters while the values are handed out sees both."""
+        self.forward_s += seconds
+        self.wait_s += seconds
+        self.busy_s += round_s
 
     def finish(self, reason: str, timings: Timings, completion_tokens: int) -> None:
         """Count a request that is complete."""

@@ -41,7 +41,7 @@ from ginfer.cuda.linear.decode_launch import DecodeLinear, DecodeScratch, linear
 from ginfer.cuda.linear.decode_launch import scratch_nbytes as linear_scratch_nbytes
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.norm import RowNorm, rms_norm
-from ginfer.cuda.runtime.memory import set_bytes
+from ginfer.cuda.runtime.memory import copy_on_device, set_bytes
 from ginfer.cuda.tables import Tables, tables_nbytes
 from ginfer.sizes import align_up
 
@@ -193,9 +193,9 @@ class Drafter:
 
     def set_aside(self, first: int, T: int) -> None:
         """Keep the taps of the T columns of the last decode forward, from place `first` on."""
-        K = self._d.tap_width
-        to, shape = self._at["aside"] + first * K * 2, TapShape(T, K, K, fragments=False)
-        tap(self._queue, to, self._at["taps"], place=0, shape=shape)
+        nbytes = self._d.tap_width * 2  # of a column
+        to, stream = self._at["aside"] + first * nbytes, self._queue.stream
+        copy_on_device(to, self._at["taps"], T * nbytes, stream=stream)
 
     def extend(self, columns: ContextColumns, T: int, *, aside: bool = False) -> None:
         """Make of the T columns of the last decode forward, or the first T that were set aside,

@@ -43,7 +43,6 @@ from ginfer.cuda.sampling.launch import (
     SelectionShape,
     SelectionTables,
     blocks_of_row,
-    draw_records,
     select,
 )
 from ginfer.cuda.sampling.rejection import rejection_choose_kernel, rejection_sift_kernel
@@ -129,10 +128,11 @@ class Drafts:
 
 
 def verified_records(
-    s: SelectionBatch, indptr: NDArray[np.int32], limits: NDArray[np.int32]
+    records: NDArray[Any], s: SelectionBatch, indptr: NDArray[np.int32], limits: NDArray[np.int32]
 ) -> NDArray[Any]:
-    """Records of draws of columns that are verified; row b ends at column limits[b] - 1."""
-    records, lengths = draw_records(s), np.diff(indptr)
+    """Records of draws of columns, completed for their verification; row b ends at column
+    limits[b] - 1."""
+    lengths = np.diff(indptr)
     assert lengths.max(initial=0) <= MOST_PATH
     assert (limits >= 1).all()
     assert (limits <= lengths).all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from itertools import product
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -187,7 +188,7 @@ class Selector:
         nbytes = selected * (RESULT_NBYTES + MAX_TOP * 8)
         self._answers = (Pending(nbytes), Pending(nbytes))
         self._graphs: dict[tuple[int, bool, bool], Graph] = {}
-        self._known: NDArray[np.float32] | None = None  # temperatures of the records
+        self._said: tuple[NDArray[Any] | None, ...] = (None,)  # by requests, of the records
         self._draws = np.zeros(0, DRAW)
         self._position, self._purpose, self._forced = np.zeros((3, 0), np.int32)
         self._greedy = False
@@ -230,7 +231,7 @@ class Selector:
         R, num_top, masked = len(s.columns), max(s.num_top, 0), s.mask is not None
         assert self._selected >= R
         assert num_top <= MAX_TOP
-        self._fill(s)
+        self._fill(s, self._records(s))
         greedy = s.num_top < 0 and self._greedy
         graph = self._graphs.get((R, masked, greedy)) if num_top == 0 else None
         if graph is None:
@@ -252,25 +253,24 @@ class Selector:
     ) -> PendingRows:
         """Choose for the columns of rows that are verified and settle how far these go; rows:
         (indptr [B + 1], columns that count [B])."""
-        R, num_top, records = len(s.columns), max(s.num_top, 0), verified_records(s, *rows)
+        R, num_top, records = len(s.columns), max(s.num_top, 0), self._records(s)
+        records = verified_records(records, s, *rows)
         assert self._selected >= R
         assert num_top <= MAX_TOP
-        assert int(s.forced.max(initial=-1)) < self._V
         self._fill(s, records)
         shape = SelectionShape(
             R,
             self._V,
             self._logits_nbytes,
             num_top,
-            greedy=s.num_top < 0 and not s.temperature.any(),
+            greedy=s.num_top < 0 and self._greedy,
             rejects=bool((records["how"] & REJECTS).any()),
         )
         tables = self._addresses(masked=s.mask is not None, ids=drafts.ids)
         accept(self._queue, logits, drafts, tables=tables, scratch=self._scratch, shape=shape)
         return PendingRows(self.answers(s), rows[0][:-1])
 
-    def _fill(self, s: SelectionBatch, records: NDArray[Any] | None = None) -> None:
-        records = self._records(s) if records is None else records
+    def _fill(self, s: SelectionBatch, records: NDArray[Any]) -> None:
         self._tables.begin()
         self._tables.fill("draws", records.view(np.int32))
         if len(s.bias_ids):
@@ -283,8 +283,12 @@ class Selector:
 
     def _records(self, s: SelectionBatch) -> NDArray[Any]:
         """The records of draws; what requests say stays from round to round, in the same arrays."""
-        if s.temperature is not self._known:
-            self._known, self._draws = s.temperature, draw_records(s)
+        said = (
+            *(s.rows, s.top_k, s.temperature, s.presence, s.frequency),
+            *(s.seeds, s.top_p, s.min_p, s.bias_indptr),
+        )
+        if not all(map(is_, said, self._said)):
+            self._said, self._draws = said, draw_records(s)
             self._greedy = not s.temperature.any()
             names = ("position", "purpose", "forced")
             self._position, self._purpose, self._forced = (self._draws[name] for name in names)
