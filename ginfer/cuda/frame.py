@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from operator import is_
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -181,7 +182,8 @@ class Frame:
             Staged(self.tables[Phase.DECODE], B, B, 1, tiles=self._decode_tiles(B))
             for B in range(len(columns) + 1)
         ]
-        self._described: tuple[WorkItems, bytes] | None = None  # by the work units
+        self._described: tuple[WorkItems, NDArray[np.int32], bytes] | None = None  # by work units
+        self._laid_out: tuple[Any, ...] = (None, None, None, 0)  # what `_lay_out` has found
 
     def columns(self, tables: Tables) -> Columns:
         """Tables of attention."""
@@ -215,10 +217,8 @@ class Frame:
         staged = self.decode_round(B)
         row, token = self._columns[B], batch.starts
         if T != B or batch.phase is Phase.PREFILL:
-            lengths = np.diff(batch.row_indptr)
-            row = np.repeat(row, lengths)
-            token = (np.arange(T) - batch.row_indptr[:-1][row] + batch.starts[row]).astype(np.int32)
-            longest = int(lengths.max(initial=0))
+            row, place, longest = self._lay_out(batch.row_indptr)
+            token = batch.starts[row] + place
             staged = Staged(tables, T, B, longest, tiles=self._decode_tiles(T))
         if batch.record:
             staged = self.recorded_round(B, T)
@@ -245,6 +245,17 @@ class Frame:
         tables.send()
         return staged
 
+    def _lay_out(self, row_indptr: NDArray[np.int32]) -> tuple[Any, Any, int]:
+        """Row of each column and its place in it, [T] int32, and the longest row; the same arrays
+        for the same indptr."""
+        if self._laid_out[0] is not row_indptr:
+            lengths = np.diff(row_indptr)
+            row = np.repeat(self._columns[len(lengths)], lengths)
+            place = np.arange(len(row), dtype=np.int32) - row_indptr[row]
+            self._laid_out = row_indptr, row, place, int(lengths.max(initial=0))
+        _, row, place, longest = self._laid_out
+        return row, place, longest
+
     def _fill_prefill(
         self, staged: Staged, batch: ForwardBatch, token: NDArray[np.int32]
     ) -> Staged:
@@ -269,14 +280,14 @@ class Frame:
 
     def _fill_units(self, tables: Tables, batch: ForwardBatch) -> None:
         """Work units; those of a round over the same items and blocks as the one before stay."""
-        key = None
-        if batch.items is not None and batch.num_columns == batch.num_rows:
-            key = (batch.items, (batch.starts // BLOCK_TOKENS).tobytes())
-            known = self._described
-            if known is not None and known[0] is key[0] and known[1] == key[1]:
+        blocks = (batch.starts // BLOCK_TOKENS).tobytes()
+        known, self._described = self._described, None
+        if batch.items is not None and (batch.num_columns == batch.num_rows or _in_a_block(batch)):
+            self._described = batch.items, batch.row_indptr, blocks
+            same = known is not None and known[2] == blocks
+            if known is not None and same and all(map(is_, known[:2], self._described)):
                 return
         self._units.fill(batch)
-        self._described = key
         most = most_partials(self._plan)
         assert self._units.first[batch.num_columns] <= most, "more columns than expected"
         tables.fill("units", self._units.storage[: self._units.used])
@@ -306,6 +317,12 @@ class Frame:
         """Free the pinned memory."""
         for tables in self.tables.values():
             tables.close()
+
+
+def _in_a_block(batch: ForwardBatch) -> bool:
+    """Whether no row's columns cross from a block of attention to the next."""
+    last = batch.starts + (batch.row_indptr[1:] - batch.row_indptr[:-1] - np.int32(1))
+    return bool((last // BLOCK_TOKENS == batch.starts // BLOCK_TOKENS).all())
 
 
 def chunks_of(
