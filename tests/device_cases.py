@@ -15,6 +15,7 @@ from ginfer.cpu.stage import stage_draws
 from ginfer.cuda.embedding import embedding_kernel
 from ginfer.cuda.frame import chunks_of
 from ginfer.cuda.gdn.chunk import gdn_chunk_kernel
+from ginfer.cuda.gdn.column import gdn_column_kernel
 from ginfer.cuda.gdn.conv import PIECE, conv_kernel, conv_prefill_kernel
 from ginfer.cuda.gdn.fold import HALVES, gdn_fold_kernel
 from ginfer.cuda.gdn.gate import gated_norm_kernel
@@ -159,16 +160,31 @@ def check_conv(run, it):
 def gdn_step(run, it, convolved):
     """Result bits [T, HV V] of the step kernel; the slots move on."""
     HV, T = it.HV, len(it.mix)
-    out = np.full((T, HV * 128), NAN, np.uint16)
-    buffer = np.full(fragment_size(T, HV * 128), NAN, np.uint16) if run.early else out
+    buffer = np.full(fragment_size(T, HV * 128), NAN, np.uint16)
     run(
-        gdn_step_kernel(run.early, run.early),
+        gdn_step_kernel(run.early),
         len(it.state_in) * HV,
         *(buffer, convolved, it.mix, it.ab, it.state, it.gates, it.w),
         *(it.indptr, it.state_in, it.state_out, it.mix.shape[1]),
         *(it.HK, HV, *tiles_of(T), EPS),
     )
-    return from_fragments(buffer, T, HV * 128) if run.early else out
+    return from_fragments(buffer, T, HV * 128)
+
+
+def check_gdn_column(run, heads, B):
+    """Rows of one column in one kernel against convolution and step, bit for bit."""
+    it, two = (make_gdn(16, heads, [1] * B, [(b, 2 * B - 1 - b) for b in range(B)]) for _ in "ab")
+    want, HV = gdn_step(run, two, check_conv(run, two)), it.HV
+    buffer = np.full(fragment_size(B, HV * 128), NAN, np.uint16)
+    run(
+        gdn_column_kernel(run.early),
+        B * HV,
+        *(buffer, it.mix, it.ab, it.state, it.gates, it.w, it.taps, it.history),
+        *(it.indptr, it.state_in, it.state_out, it.mix.shape[1], it.HK, HV, *tiles_of(B), EPS),
+    )
+    assert (from_fragments(buffer, B, HV * 128) == want).all()
+    assert (it.state == two.state).all()
+    assert (it.history == two.history).all()
 
 
 def gdn_fold(run, layers, convolved, columns):

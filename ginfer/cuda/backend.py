@@ -18,7 +18,7 @@ from ginfer.cuda.blocks import Blocks
 from ginfer.cuda.chunk_times import ChunkTimes
 from ginfer.cuda.drafter.drafter import draft_rows
 from ginfer.cuda.drafter.weights import check_shapes, context_nbytes, upload_drafter
-from ginfer.cuda.frame import Frame, Staged, table_words
+from ginfer.cuda.frame import Frame, Staged, slots_apart, table_words
 from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.catalog import kernels_of
 from ginfer.cuda.runtime.device import Device
@@ -272,6 +272,7 @@ class CudaBackend:
             and (batch.num_rows, T, batch.record) in self._graphs
             and s is not None
             and s.columns.tolist() == list(range(T))
+            and (batch.record or slots_apart(batch))
         )
 
     def embed(self, batch: ForwardBatch) -> Staged:

@@ -24,6 +24,7 @@ from ginfer.cuda.attention.prefill_launch import (
 from ginfer.cuda.embedding import embedding
 from ginfer.cuda.frame import most_chunks, most_expanded, most_partials
 from ginfer.cuda.gdn.chunk import gdn_chunks
+from ginfer.cuda.gdn.column import LEAST_ROWS, gdn_column
 from ginfer.cuda.gdn.conv import Channels, conv
 from ginfer.cuda.gdn.prepare import WITHIN_NBYTES
 from ginfer.cuda.gdn.step import GdnInputs, GdnLayer, gdn_step
@@ -305,19 +306,20 @@ class Blocks:
         self._normed(w.input_norm, results, T=T, phase=phase)
         queue, to, layer = self._queue, b.gated.address, self._gdn_layer(w, index)
         channels = Channels(g.conv_channels, W, w.taps, self._slots.history(index))
-        runs = staged.row_runs
-        for rows in runs:
-            conv(queue, convolved, mix, rows=rows, channels=channels)
-        inputs = GdnInputs(convolved, mix, ab)
-        if phase is Phase.PREFILL:
-            chunks = staged.chunks(within=b.within, results=b.mlp.address)
-            gdn_chunks(queue, to, inputs, T=T, tables=(runs, layer, chunks))
+        runs, inputs = staged.row_runs, GdnInputs(convolved, mix, ab)
+        if staged.apart and staged.B >= LEAST_ROWS:
+            gdn_column(queue, to, inputs, T=T, tables=(runs[0], layer, channels))
         else:
-            (rows,), fragments = runs, self._fragments(phase)
-            if staged.record:
-                rows = replace(rows, state_out=self.nowhere)
-            tables = (rows, layer)
-            gdn_step(queue, to, inputs, T=T, tables=tables, fragments=fragments)
+            for rows in runs:
+                conv(queue, convolved, mix, rows=rows, channels=channels)
+            if phase is Phase.PREFILL:
+                chunks = staged.chunks(within=b.within, results=b.mlp.address)
+                gdn_chunks(queue, to, inputs, T=T, tables=(runs, layer, chunks))
+            else:
+                (rows,) = runs
+                if staged.record:
+                    rows = replace(rows, state_out=self.nowhere)
+                gdn_step(queue, to, inputs, T=T, tables=(rows, layer))
         self._add(b.gated, w.output, T, phase)
 
     def _gdn_layer(self, w: Layer, index: int) -> GdnLayer:

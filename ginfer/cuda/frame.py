@@ -118,8 +118,9 @@ def work_units(spec: ModelSpec, plan: MemoryPlan, tiles: int, *, num_blocks: int
 @dataclass(frozen=True)
 class Staged:
     """What the host knows of a batch, and its tables: columns, rows, the longest row, query items,
-    chunks of GDN, tiles of 16 rows of a decode unit, pages to open; whether it records; runs of
-    rows: first, last + 1, the longest of them; without any all are one."""
+    chunks of GDN, tiles of 16 rows of a decode unit, pages to open; whether it records; whether
+    rows are of one column each and read other recurrent slots than any writes; runs of rows: first,
+    last + 1, the longest of them; without any all are one."""
 
     tables: Tables
     T: int
@@ -130,6 +131,7 @@ class Staged:
     tiles: int = SMALL
     num_expanded: int = 0
     record: bool = False
+    apart: bool = False
     runs: tuple[tuple[int, int, int], ...] = ()
 
     @property
@@ -179,7 +181,7 @@ class Frame:
         columns = np.arange(most_rows(plan), dtype=np.int32)
         self._columns = [columns[:B] for B in range(len(columns) + 1)]
         self._rounds = [
-            Staged(self.tables[Phase.DECODE], B, B, 1, tiles=self._decode_tiles(B))
+            Staged(self.tables[Phase.DECODE], B, B, 1, tiles=self._decode_tiles(B), apart=True)
             for B in range(len(columns) + 1)
         ]
         self._described: tuple[WorkItems, NDArray[np.int32], bytes] | None = None  # by work units
@@ -220,6 +222,8 @@ class Frame:
             row, place, longest = self._lay_out(batch.row_indptr)
             token = batch.starts[row] + place
             staged = Staged(tables, T, B, longest, tiles=self._decode_tiles(T))
+        elif not slots_apart(batch):
+            staged = replace(staged, apart=False)
         if batch.record:
             staged = self.recorded_round(B, T)
         tables.begin()
@@ -293,7 +297,7 @@ class Frame:
         tables.fill("units", self._units.storage[: self._units.used])
 
     def decode_round(self, B: int) -> Staged:
-        """What `fill` returns for a decode batch of B rows of one column."""
+        """What `fill` returns for a decode batch of B rows of one column whose slots are apart."""
         return self._rounds[B]
 
     def recorded_round(self, B: int, T: int) -> Staged:
@@ -323,6 +327,11 @@ def _in_a_block(batch: ForwardBatch) -> bool:
     """Whether no row's columns cross from a block of attention to the next."""
     last = batch.starts + (batch.row_indptr[1:] - batch.row_indptr[:-1] - np.int32(1))
     return bool((last // BLOCK_TOKENS == batch.starts // BLOCK_TOKENS).all())
+
+
+def slots_apart(batch: ForwardBatch) -> bool:
+    """Whether no recurrent slot is both read and written."""
+    return set(batch.state_in.tolist()).isdisjoint(batch.state_out.tolist())
 
 
 def chunks_of(

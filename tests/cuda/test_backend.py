@@ -1,5 +1,7 @@
 """The CUDA image against the CPU image on small random models; graphs equal eager launches."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,7 +32,7 @@ def open_image(image, spec, codec):
         num_rows=4,
         num_units=40,
         unit_nbytes=page_nbytes(spec, codec),
-        num_slots=4,
+        num_slots=8,
         max_columns=256,
         max_pages_per_row=8,
         kv=codec,
@@ -49,18 +51,20 @@ def images(request):
 
 
 def rounds():
-    """Prompts of three rows, then rounds of all of them."""
+    """Prompts of four rows, then rounds of all of them."""
     pages = np.arange(32, dtype=np.int32).reshape(4, 8)[::-1].copy()
-    lengths = (5, 130, 64)
+    lengths = (5, 130, 64, 17)
     for row, n in enumerate(lengths):
         one = batch(Phase.PREFILL, WIDE.prompt(n), [n], [0], pages[row : row + 1])
         slots = np.array([row], np.int32)
         one.selection.rows[:] = row
-        yield type(one)(**{**vars(one), "state_in": slots, "state_out": slots})
+        yield replace(one, state_in=slots, state_out=slots)
     for i in range(6):
         starts = [n + i for n in lengths]
-        ids = WIDE.prompt(3 * (i + 1))[-3:]
-        yield batch(Phase.DECODE, ids, [1, 1, 1], starts, pages[:3])
+        ids = WIDE.prompt(4 * (i + 1))[-4:]
+        one, rows = batch(Phase.DECODE, ids, [1] * 4, starts, pages), np.arange(4)
+        there = [(rows + 4 * ((i + j) % 2)).astype(np.int32) for j in range(2)]
+        yield replace(one, state_in=there[0], state_out=there[1])
 
 
 def test_rounds_equal_the_cpu_image_within_bf16_and_graphs_equal_eager(images):
@@ -71,6 +75,7 @@ def test_rounds_equal_the_cpu_image_within_bf16_and_graphs_equal_eager(images):
             image.reset_rows([row])
     for one in rounds():
         want, got, plain = (run(spec, image, one) for image in (cpu, graphs, eager))
+        assert graphs._replayed == (one.phase is Phase.DECODE)
         assert got.finite.all()
         for name in ("token_ids", "logprobs", "top_ids", "top_logprobs"):
             assert (getattr(got, name) == getattr(plain, name)).all()

@@ -21,6 +21,7 @@ from tests.device_cases import (
     check_embedding,
     check_fold,
     check_gdn,
+    check_gdn_column,
     check_rms_norm,
     check_selection,
     gdn_chunks,
@@ -136,6 +137,11 @@ def test_conv_and_gdn_step(run, heads):
     it = make_gdn(10, heads, lengths, slots)
     convolved, before = check_conv(run, it), it.state.copy()
     check_gdn(it, convolved, before, gdn_step(run, it, convolved))
+
+
+@pytest.mark.parametrize("heads", GDN_HEADS, ids=str)
+def test_rows_of_one_column_have_the_bits_of_conv_and_step(run, heads):
+    check_gdn_column(run, heads, 8)
 
 
 def test_conv_over_pieces(run):

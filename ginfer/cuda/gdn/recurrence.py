@@ -81,14 +81,10 @@ def _store4(to, a, b, c, d):
 
 
 @cuda.jit(device=True, inline="always")
-def place_column(place, words, ab, gates, heads, lane):
-    """`load_column` of words (query, key, value) of the lane, two each."""
-    (ql, qh), (kl, kh), (vl, vh) = words
-    h, _, _, HV = heads
-    at = ab + int64(h) * 4
-    a, b = ld_global_f32(at), ld_global_f32(at + int64(HV) * 4)
-    q0, q1, q2, q3 = low_f32(ql), high_f32(ql), low_f32(qh), high_f32(qh)
-    k0, k1, k2, k3 = low_f32(kl), high_f32(kl), low_f32(kh), high_f32(kh)
+def place_key_query(place, k, q, lane):
+    """One warp: unit key and unit query over sqrt(K) of words k, q, two a lane; their product."""
+    q0, q1, q2, q3 = low_f32(q[0]), high_f32(q[0]), low_f32(q[1]), high_f32(q[1])
+    k0, k1, k2, k3 = low_f32(k[0]), high_f32(k[0]), low_f32(k[1]), high_f32(k[1])
     qq = warp_sum(fma_f32(q3, q3, fma_f32(q2, q2, fma_f32(q1, q1, q0 * q0))))
     kk = warp_sum(fma_f32(k3, k3, fma_f32(k2, k2, fma_f32(k1, k1, k0 * k0))))
     kq = warp_sum(fma_f32(k3, q3, fma_f32(k2, q2, fma_f32(k1, q1, k0 * q0))))
@@ -97,16 +93,19 @@ def place_column(place, words, ab, gates, heads, lane):
     to = uint32(place + lane * uint32(16))
     _store4(to, k0 * k_inv, k1 * k_inv, k2 * k_inv, k3 * k_inv)
     _store4(uint32(to + uint32(QUERY)), q0 * q_inv, q1 * q_inv, q2 * q_inv, q3 * q_inv)
-    at_words = uint32(place + uint32(VALUE) + lane * uint32(8))
-    st_shared_u32(at_words, vl)
-    st_shared_u32(uint32(at_words + uint32(4)), vh)
+    return kq * k_inv * q_inv
+
+
+@cuda.jit(device=True, inline="always")
+def place_gates(place, inputs, gates, product, lane):
+    """One lane: decay and beta of the column's inputs a, b, and key . query. gates: -e^A_log and
+    dt_bias of the head."""
     if lane == 0:
-        bias = gates + int64(HV + h) * 4
-        g = ld_global_f32(gates + int64(h) * 4) * softplus(a + ld_global_f32(bias))
+        g = gates[0] * softplus(inputs[0] + gates[1])
         to = uint32(place + uint32(GATES))
         st_shared_f32(to, decay_of(g))
-        st_shared_f32(uint32(to + uint32(4)), sigmoid(b))
-        st_shared_f32(uint32(to + uint32(8)), kq * k_inv * q_inv)
+        st_shared_f32(uint32(to + uint32(4)), sigmoid(inputs[1]))
+        st_shared_f32(uint32(to + uint32(8)), product)
 
 
 @cuda.jit(device=True, inline="always")
@@ -116,14 +115,22 @@ def load_column(place, x, ab, gates, heads, lane):
     x: address of the column's convolved channels, ab of its gate inputs. heads: (h, key head, HK,
     HV).
     """
-    h, key, HK, _ = heads
+    h, key, HK, HV = heads
     at_q = x + int64(key) * (2 * WIDTH) + int64(lane) * 8
     at_k = at_q + int64(HK) * (2 * WIDTH)
     at_v = x + (int64(HK) * 2 + int64(h)) * (2 * WIDTH) + int64(lane) * 8
     q = (ld_global_u32(at_q), ld_global_u32(at_q + 4))
     k = (ld_global_u32(at_k), ld_global_u32(at_k + 4))
     v = (ld_global_u32(at_v), ld_global_u32(at_v + 4))
-    place_column(place, (q, k, v), ab, gates, heads, lane)
+    at = ab + int64(h) * 4
+    inputs = (ld_global_f32(at), ld_global_f32(at + int64(HV) * 4))
+    product = place_key_query(place, k, q, lane)
+    at_words = uint32(place + uint32(VALUE) + lane * uint32(8))
+    st_shared_u32(at_words, v[0])
+    st_shared_u32(uint32(at_words + uint32(4)), v[1])
+    at = gates + int64(h) * 4
+    factors = (ld_global_f32(at), ld_global_f32(at + int64(HV) * 4))
+    place_gates(place, inputs, factors, product, lane)
 
 
 @cuda.jit(device=True, inline="always")

@@ -50,7 +50,7 @@ from ginfer.cuda.lib.ptx import (
     div_u32,
     f32_from_bits,
     fma_f32,
-    ld_global_f32,
+    ld_global_f32x4,
     ld_global_u32,
     ld_shared_u32x4,
     rsqrt_approx,
@@ -86,8 +86,8 @@ def finish_column(store: Any) -> Any:
     """Device function finish, which puts pairs with `store`."""
 
     @cuda.jit(device=True, inline="always")
-    def finish(out, results, z, w, t, h, columns, tiles, eps, lane):
-        """One warp: gated norm of a column's results; z: two words of the lane."""
+    def finish(out, results, z, f, t, h, columns, tiles, eps, lane):
+        """One warp: gated norm of a column's results; of the lane z: two words, f: four factors."""
         v = cuda.local.array(4, float32)
         q = ld_shared_u32x4(uint32(results + lane * uint32(16)))
         total = float32(0.0)
@@ -98,9 +98,8 @@ def finish_column(store: Any) -> Any:
         column = uint32(h * uint32(WIDTH) + lane * uint32(4))
         for i in range(2):
             pair = z[i]
-            at = w + (int64(lane) * 4 + 2 * i) * 4
-            low = v[2 * i] * inv * ld_global_f32(at) * silu(low_f32(pair))
-            high = v[2 * i + 1] * inv * ld_global_f32(at + 4) * silu(high_f32(pair))
+            low = v[2 * i] * inv * f[2 * i] * silu(low_f32(pair))
+            high = v[2 * i + 1] * inv * f[2 * i + 1] * silu(high_f32(pair))
             place = uint32(column + uint32(2 * i))
             store(out, t, place, columns, tiles[0], tiles[1], pack_bf16(low, high))
 
@@ -108,14 +107,15 @@ def finish_column(store: Any) -> Any:
 
 
 @kernel(*(int64,) * 11, *(uint32,) * 4, float32)
-def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
+def gdn_step_kernel(early: int):  # type: ignore[no-untyped-def]
     """Arguments out, convolved, mix, ab, state, gates, w, indptr, state_in, state_out, W, HK, HV,
-    first_tiles, rest_tiles, eps. A block takes a row and a value head.
+    first_tiles, rest_tiles, eps. A block takes a row and a value head. Results are in fragment
+    order.
 
     state: [slots][HV][K][V] FP32 of the layer. gates: [2][HV] FP32: -e^A_log, dt_bias. w: [V] FP32.
     W, an address-wide count: columns of `mix`.
     """
-    (start, wait), finish = follow_late(early), finish_column(pair_store(fragments))
+    (start, wait), finish = follow_late(early), finish_column(pair_store(1))
     place_words, result_words = AHEAD * PLACE_NBYTES // 4, AHEAD * WIDTH
     resident = 2 if early else 1  # on the sm_80 class two would spill
 
@@ -183,7 +183,8 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
             cuda.syncthreads()
             if warp < n:
                 at_c = uint32(results + warp * uint32(4 * WIDTH))
-                finish(out, at_c, z, w, uint32(t + warp), h, width, tiles, eps, lane)
+                f = ld_global_f32x4(w + int64(lane) * 16)
+                finish(out, at_c, z, f, uint32(t + warp), h, width, tiles, eps, lane)
             t = uint32(t + n)
         slot = ld_global_u32(row_of_32(state_out, row))
         if slot != uint32(NOWHERE):
@@ -193,10 +194,8 @@ def gdn_step_kernel(fragments: int, early: int):  # type: ignore[no-untyped-def]
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """Row-major results, and the fragment order that decode linear kernels read."""
-    early = starts_early(capability)
-    yield gdn_step_kernel(0, early)
-    yield gdn_step_kernel(1, early)
+    """One kernel."""
+    yield gdn_step_kernel(starts_early(capability))
 
 
 @dataclass(frozen=True)
@@ -229,13 +228,11 @@ def gdn_step(
     *,
     T: int,
     tables: tuple[Rows, GdnLayer],
-    fragments: bool,
 ) -> None:
-    """out [T, HV V] BF16, row-major or in fragment order; slots state_in are read, state_out
-    written."""
+    """out [T, HV V] BF16 in fragment order; slots state_in are read, state_out written."""
     rows, layer = tables
     queue.launch(
-        gdn_step_kernel(fragments, queue.early),
+        gdn_step_kernel(queue.early),
         (rows.B * layer.HV,),
         *(out, inputs.convolved, inputs.mix, inputs.ab, layer.state, layer.gates, layer.w),
         *(rows.indptr, rows.state_in, rows.state_out, layer.W),

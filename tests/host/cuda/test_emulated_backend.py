@@ -8,6 +8,7 @@ import pytest
 from ginfer.backend import MemoryPlan
 from ginfer.batch import ForwardBatch, Phase, SelectionBatch
 from ginfer.cpu.backend import CpuBackend
+from ginfer.cuda import blocks
 from ginfer.cuda.backend import CudaBackend
 from ginfer.engine.memory import page_nbytes
 from ginfer.models import qwen
@@ -78,13 +79,14 @@ def run(spec, image, batch):
 def pair(monkeypatch):
     """(spec, CPU image, emulated CUDA image) with the same weights."""
     install(monkeypatch)
+    monkeypatch.setattr(blocks, "LEAST_ROWS", 2)
     model = TwoLayers(**asdict(MODELS[0]))
     spec, images = model.spec, []
     plan = MemoryPlan(
         num_rows=2,
         num_units=4,
         unit_nbytes=page_nbytes(spec),
-        num_slots=2,
+        num_slots=4,
         max_columns=8,
         max_pages_per_row=2,
     )
@@ -103,10 +105,12 @@ def test_prompts_and_rounds_equal_the_cpu_image_within_bf16(pair):
     pages = [[2, 1], [0, 3]]
     prompt = batch(Phase.PREFILL, [5, 9, 200, 31], [3, 1], [0, 3], pages[:1] * 2)
     one_slot = np.zeros(2, np.int32)  # so that the second row goes on from the first
+    other_slots = np.array([2, 3], np.int32)
     batches = (
         replace(prompt, state_in=one_slot, state_out=one_slot),
         batch(Phase.DECODE, [17, 40], [1, 1], [4, 0], pages),
-        batch(Phase.DECODE, [~1, ~0], [1, 1], [5, 1], pages),
+        replace(batch(Phase.DECODE, [~1, ~0], [1, 1], [5, 1], pages), state_out=other_slots),
+        replace(batch(Phase.DECODE, [3, 77], [1, 1], [6, 2], pages), state_in=other_slots),
     )
     for one in batches:
         want, got = (run(spec, image, one) for image in images)

@@ -19,6 +19,7 @@ from tests.device_cases import (
     check_embedding,
     check_fold,
     check_gdn,
+    check_gdn_column,
     check_rms_norm,
     gdn_step,
     make_gdn,
@@ -97,6 +98,10 @@ def test_gdn_step(run):
     it = make_gdn(5, (1, 2), [2, 1], [(1, 1), (0, 2)])
     convolved, before = check_conv(run, it), it.state.copy()
     check_gdn(it, convolved, before, gdn_step(run, it, convolved))
+
+
+def test_rows_of_one_column_have_the_bits_of_conv_and_step(run):
+    check_gdn_column(run, (1, 2), 2)
 
 
 def test_gdn_steps_one_by_one_are_the_steps_at_once(plain):
