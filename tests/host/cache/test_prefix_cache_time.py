@@ -17,6 +17,9 @@ from ginfer.prompt import PreparedPrompt
 BAR_S = 300e-6
 SLOW = 10  # machines that run tests
 SYSTEM, TURN, ANSWER = 6000, 300, 200
+GEOMETRY = CacheGeometry(
+    num_units=900_000, page_nbytes=4 << 20, state_nbytes=147 << 20, num_slots=1
+)
 
 
 class NoMoves:
@@ -82,10 +85,7 @@ def look_up_calls(cache, talk, turn):
 
 def test_host_work_with_ten_thousand_segments():
     rng = np.random.default_rng(5)
-    geometry = CacheGeometry(
-        num_units=900_000, page_nbytes=4 << 20, state_nbytes=147 << 20, num_slots=1
-    )
-    cache = PrefixCache(geometry, NoMoves())
+    cache = PrefixCache(GEOMETRY, NoMoves())
     times: dict[str, list[float]] = {}
     for _ in range(490):
         talk = Talk(rng, 10)
@@ -103,7 +103,7 @@ def test_host_work_with_ten_thousand_segments():
         print(f"{name}: {early * 1e6:.0f} us early, {last * 1e6:.0f} us 400 segments deep")
         assert early < SLOW * BAR_S
     assert np.median(times["match"][-20:]) < SLOW * BAR_S
-    alone = PrefixCache(geometry, NoMoves())
+    alone = PrefixCache(GEOMETRY, NoMoves())
     for turn in range(200):
         deep.serve(alone, turn, {})
     assert alone.gauges()["segments"] < 500
