@@ -1,7 +1,8 @@
 """Numba's inliner for front_end: a device function is translated once, then copied into callers.
 
 Numba translates a device function from its bytecode at every call of it, in every kernel. Here the
-result is kept as long as the function lives, and a call copies it with its variables renamed.
+result is kept, for all functions of the same code over the same constants too, and a call copies it
+with its variables renamed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from numba.cuda.core import (  # type: ignore[import-not-found]
     ir_utils,
 )
 
+MAX_FUNCTIONS = 1000
+PLAIN = int, bool, str, type(None)
 SHARED = ir.Const, ir.Global, ir.FreeVar  # nothing changes them once they are made
 COPIED = ir.SetItem, ir.StaticSetItem
 
@@ -33,12 +36,20 @@ class Inlinable:
     blocks: dict[int, Any]  # by label, in topological order
 
     known: ClassVar[WeakKeyDictionary[Any, Inlinable | None]] = WeakKeyDictionary()
+    alike: ClassVar[
+        dict[Any, tuple[Any, Inlinable | None]]
+    ] = {}  # with a function, for what it has
 
     @classmethod
     def of(cls, worker: Any, function: Any) -> Inlinable | None:
         """That of a function, None when it holds what is not copied here."""
         if function not in cls.known:
-            cls.known[function] = cls.translate(worker, function)
+            key = meaning(function)
+            if key not in cls.alike:
+                cls.alike[key] = function, cls.translate(worker, function)
+                if len(cls.alike) > MAX_FUNCTIONS:
+                    del cls.alike[next(iter(cls.alike))]
+            cls.known[function] = cls.alike[key][1]
         return cls.known[function]
 
     @classmethod
@@ -63,6 +74,20 @@ class Inlinable:
             {v.name: v.loc for v in scope.localvars._con.values()},
             {label: blocks[label] for label in inline_closurecall.find_topo_order(blocks)},
         )
+
+
+def meaning(function: Any) -> Any:
+    """What functions have in common that are translated alike, as long as one of them lives."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    held = map(_meaning_of, (*cells, *(function.__defaults__ or ())))
+    return id(function.__code__), id(function.__globals__), tuple(held)
+
+
+def _meaning_of(value: Any) -> Any:
+    if type(value) in PLAIN:
+        return type(value), value
+    inline = getattr(value, "targetoptions", {}).get("inline")
+    return ("inline", meaning(value.py_func)) if inline == "always" else id(value)
 
 
 def _parameters(function_ir: Any) -> list[Any]:

@@ -6,12 +6,13 @@ from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
+from numba import cuda
 
 from ginfer.cuda.norm import rms_norm_kernel
 from ginfer.cuda.runtime import compiler
 from ginfer.cuda.runtime.compiler import breaches, compile_cubin, compile_ptx, static_shared_nbytes
 from ginfer.cuda.runtime.front_end import REPLACED
-from ginfer.cuda.runtime.inliner import Inlinable
+from ginfer.cuda.runtime.inliner import Inlinable, meaning
 from ginfer.cuda.sampling.acceptance import acceptance_settle_kernel
 from ginfer.errors import InternalError
 from tests.cuda import kernels
@@ -140,3 +141,21 @@ def test_what_makes_numba_faster_changes_no_code(monkeypatch):
     assert [text(item) for item in items] == ours
     assert Inlinable.known[kernels.clamp.py_func]
     assert [text(item) for item in items] == ours  # of functions that are known already
+
+
+def test_functions_of_the_same_code_and_constants_are_translated_once():
+    def device(a, b):
+        @cuda.jit(device=True, inline="always")
+        def inner(x):
+            return x + a
+
+        @cuda.jit(device=True, inline="always")
+        def outer(x):
+            return inner(x) * b
+
+        return outer.py_func
+
+    known = meaning(device(1, 2))
+    assert meaning(device(1, 2)) == known
+    others = (device(2, 2), device(1, 3), device(1, True), device(1.0, 2), device(1, device))
+    assert len({known, *map(meaning, others)}) == 1 + len(others)
