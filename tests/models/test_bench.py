@@ -1,10 +1,15 @@
 """Measured rounds: steady decode of real prompts and of copied histories."""
 
+import time
+from queue import SimpleQueue
+
+import numpy as np
 import pytest
 
 from ginfer.engine.bench import decoding, histories, measure_decode, measure_prefill
+from ginfer.engine.request import Failed, Finished
 from ginfer.errors import ConfigError, InternalError, UnavailableError
-from tests.engines import open_demo
+from tests.engines import make_request, open_demo, random_prompt
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +46,27 @@ def test_a_request_that_fails_ends_the_measurement(engine, monkeypatch):
     with pytest.raises(InternalError, match="no bytes"):
         measure_decode(engine, 2, 70, 6)
     engine.check_integrity()
+
+
+def test_a_wait_counts_with_the_time_of_its_round(engine, monkeypatch):
+    """Who looks while values are handed out, as figures of a window do, finds both."""
+    rank, before, seen = engine._loop._rank, engine.stats(), SimpleQueue()
+    read = rank.read
+
+    def late(flight):
+        time.sleep(0.05)
+        return read(flight)
+
+    monkeypatch.setattr(rank, "read", late)
+    request = make_request(random_prompt(np.random.default_rng(6), 70), 4, ignore_eos=True)
+    engine.submit(request, lambda event: seen.put((event, engine.stats())))
+    waited = 0.0
+    while not isinstance((told := seen.get())[0], Failed | Finished):
+        busy_s, wait_s = (told[1][name] - before[name] for name in ("busy_s", "wait_s"))
+        assert busy_s >= wait_s >= waited
+        waited = wait_s
+    assert isinstance(told[0], Finished)
+    assert waited >= 0.05
 
 
 def test_work_between_rounds_may_raise(engine):
