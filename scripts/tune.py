@@ -259,7 +259,8 @@ class DecodeCase(Case):
             self.x[T] = part.address
         sizes = scratch_nbytes(self.N, self.K)
         workspace, counters = (arena.take(n, "slices", alignment=1024) for n in sizes)
-        counters.array((counters.nbytes,), np.uint8).write(np.zeros(counters.nbytes, np.uint8))
+        for part in (workspace, counters):
+            part.array((part.nbytes,), np.uint8).write(np.zeros(part.nbytes, np.uint8))
         self.scratch = DecodeScratch(workspace=workspace.address, counters=counters.address)
 
     def launches(self, plan: LaunchPlan, T: int) -> list[Callable[[], None]]:

@@ -80,7 +80,7 @@ class Rows:
         self.queue.stream.synchronize()
         if captured:
             captured.close()
-        assert (self.case.counters.read() == 0).all()
+        assert (self.case.workspace.read() == 0).all()
         found = self.case.bits(y, T, epilogue)
         return found if z is None else (found, other.bits(z, T, Epilogue.STORE_F32))
 

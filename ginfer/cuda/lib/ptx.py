@@ -115,6 +115,9 @@ fma_f32 = ptx_op("fma.rn.f32 $0, $1, $2, $3;", "f", "fff", effects=False)
 and_or = ptx_op("lop3.b32 $0, $1, $2, $3, 0xEA;", "r", "rrr", effects=False)  # (a & b) | c
 permute_bytes = ptx_op("prmt.b32 $0, $1, $2, $3;", "r", "rrr", effects=False)
 div_u32 = ptx_op("div.u32 $0, $1, $2;", "r", "rr", effects=False)  # `//` computes in 64 bits
+any_lane_u32 = ptx_op(  # lanes of which $1 is not zero
+    "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", "r", "r"
+)
 first_lane_u32 = ptx_op("shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "r", "r")  # warp-uniform
 mma_m16n8k16_bf16 = ptx_op(
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -179,6 +182,8 @@ let_next_kernel_start = ptx_op("griddepcontrol.launch_dependents;")
 # Device- and system-scope flags.
 atomic_inc_u32 = ptx_op("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "lr")  # wraps to 0
 ld_acquire_u32 = ptx_op("ld.acquire.gpu.global.u32 $0, [$1];", "r", "l")
+ld_relaxed_u32x4 = ptx_op("ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
+st_relaxed_u32x4 = ptx_op("st.relaxed.gpu.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "lrrrr")
 st_release_system_u32 = ptx_op("st.release.sys.global.u32 [$0], $1;", "", "lr")
 ld_acquire_system_u32 = ptx_op("ld.acquire.sys.global.u32 $0, [$1];", "r", "l")
 

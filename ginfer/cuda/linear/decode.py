@@ -2,187 +2,160 @@
 
 Legend: N rows of W, K columns of W, T tokens (columns of the batch), NT = tiles of 8 tokens.
 
-Work is a list of items, taken in turns by persistent blocks: an item is all of K, or one of the
-slices of K, for RB blocks of 128 rows. Rows that do not fill the machine evenly are sliced and
-come first: their exchange hides behind the whole rows that follow. A producer warp streams the
-weights of an item into a ring with bulk copies, before the wait for the previous kernel; another
-one streams the tokens after it (in one warp the wait would stop the weights too). Consumer warps
-own 16 M rows each; their products are in `decode_multiply` and, from 17 tokens on, in
-`decode_wide`. A slice's sum starts at zero; the last block to arrive adds the slices in ascending
-order. Slices are a function of (N, K), see `k_slices`, and no plan changes an order: a column has
-the same bits at every width.
+Work is a list of items, taken in turns by persistent blocks: runs of K through the row blocks that
+do not fill the machine evenly, and all of K for others (`decode_runs`). Runs come first, so that
+their exchange hides behind the whole rows that follow. A producer warp streams the weights of an
+item into a ring with bulk copies, before the wait for the previous kernel; another one streams the
+tokens after it (in one warp the wait would stop the weights too). Consumer warps own 16 rows each;
+their products are in `decode_multiply` and, from 17 tokens on, in `decode_wide`. A slice's sum
+starts at zero, and slices are added in ascending order. How K is cut is a function of (N, K), see
+`k_runs`, and no plan changes an order: a column has the same bits at every width.
 
 Tokens arrive in the order of `fragment_offset`; padding of K and of tokens is zero there.
 """
 
 from __future__ import annotations
 
-from numba import cuda, float32, int64, uint32
+from typing import Any
+
+from numba import cuda, float32, int64, uint16, uint32
 
 from ginfer.cuda.lib.ptx import (
-    bulk_copy_to_shared,
+    f32_from_bits,
     fence_async_proxy,
     first_lane_u32,
     let_next_kernel_start,
-    mbarrier_expect_bytes,
     mbarrier_init,
-    mbarrier_wait,
     shared_address,
     wait_for_previous_kernel,
 )
 from ginfer.cuda.lib.wgmma_scaled import declare_sums
 from ginfer.cuda.linear.decode_multiply import consume_by_mma
-from ginfer.cuda.linear.decode_results import (
-    X_TILE,
-    item_locator,
-    result_writer,
-    room_nbytes,
-    slice_exchange,
-)
+from ginfer.cuda.linear.decode_results import X_TILE, old_results, result_writer, room_nbytes
 from ginfer.cuda.linear.decode_ring import ALONE_NBYTES, Ring, stage_tiles
+from ginfer.cuda.linear.decode_runs import (
+    ALL,
+    NOTHING,
+    SEND,
+    collector,
+    duty,
+    end_of_items,
+    following,
+    place,
+    sender,
+    slots,
+)
+from ginfer.cuda.linear.decode_stream import stream
 from ginfer.cuda.linear.decode_wide import consume_by_wgmma
+from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 
 ALIGNMENT = 128
+WARPS = 8  # consumers: a row block
+NEVER = 0xFFFFFFFF
 
 
-@kernel(*(int64,) * 5, *(uint32,) * 7)
-def linear_decode_kernel(  # type: ignore[no-untyped-def]
-    fmt: str,
-    warps: int,
-    M: int,
-    NT: int,
-    span: int,
-    stages: int,
-    resident: int,
-    wgmma: int,
-):
-    """Arguments w, x, y, workspace, counters, k_tiles, blocks, whole, slices, T, N, epilogue.
+def finisher(NT: int) -> Any:
+    """Device function finish(c, y, workspace, block, have, cut, mine, how): the results of a row
+    block, whose slices from `have` on are added to c. mine: thread, warp and
+    lane among its consumers; how: room in shared memory, T, N, epilogue, named barrier."""
+    sums, consumers = NT * 4, WARPS * 32
+    fetch, collect = old_results(NT), collector(sums, consumers)
+    write = result_writer(1, NT, consumers)
+    add_bf16, store_bf16 = int(Epilogue.ADD_BF16), int(Epilogue.STORE_BF16)
+    early, num_old = NT <= 4, sums if NT <= 4 else 1  # more would not fit in registers
 
-    blocks: 128-row blocks of W (padded N / 128), of which the first `whole` take all of K and the
-    others `slices` slices. warps: consumer warps, each with M 16-row tiles. span: k tiles in a
-    stage. resident: thread blocks that must fit on a multiprocessor. wgmma: its products, else mma.
-    epilogue: an Epilogue.
+    @cuda.jit(device=True, inline="always")
+    def finish(c, y, workspace, block, have, cut, mine, how):
+        thread, warp, lane = mine
+        room, T, N, epilogue, meet = how
+        first_row = uint32(block * uint32(128) + warp * uint32(16))
+        old, last = cuda.local.array(num_old, uint16), epilogue
+        if early and epilogue == uint32(add_bf16):  # asked for while the slices are waited for
+            fetch(old, y, first_row, lane, T, N)
+            last = uint32(store_bf16)
+        if have != uint32(ALL):
+            first, slices = slots(block, cut)
+            collect(c, workspace, first, have, slices, thread)
+        if early and epilogue == uint32(add_bf16):
+            for i in range(sums):
+                c[i] = f32_from_bits(uint32(old[i]) << uint32(16)) + c[i]
+        end_row = uint32(uint32(block + uint32(1)) * uint32(128))
+        write(c, y, first_row, end_row, warp, lane, room, T, N, last, meet)
+
+    return finish
+
+
+@kernel(*(int64,) * 4, *(uint32,) * 8)
+def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):  # type: ignore[no-untyped-def]
+    """Arguments w, x, y, workspace, k_tiles, blocks, whole, runs, T, N, epilogue, ahead.
+
+    blocks: 128-row blocks of W (padded N / 128), of which the first `whole` take all of K; runs:
+    of the others. span: k tiles in a stage. wgmma: its products, else mma. epilogue: an Epilogue.
+    ahead: stages of weights that are asked for before the previous kernel has ended.
     """
-    threads, consumers, RB = warps * 32 + 64, warps * 32, warps * M // 8
-    tile_bytes, x_bytes = UNPACK[fmt].tile_nbytes, NT * X_TILE  # of a k tile
-    form = Ring(span, stages, tile_bytes, x_bytes, RB)
-    slab, weight_bytes, stage_bytes = form.slab, form.weight_bytes, form.stage_bytes
-    sums, words, empty, ring_bytes = M * NT * 4, 2 * stages, stages * 8, stages * stage_bytes
-    factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(M, NT, consumers)
+    threads, consumers = WARPS * 32 + 64, WARPS * 32
+    form = Ring(span, stages, UNPACK[fmt].tile_nbytes, NT * X_TILE)
+    sums, words, empty, ring_bytes = NT * 4, 2 * stages, stages * 8, stages * form.stage_bytes
+    factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(1, NT, consumers)
     declare, tiles_of = declare_sums(NT), stage_tiles(span, wgmma)
-    consume = (consume_by_wgmma if wgmma else consume_by_mma)(fmt, M, NT, form)
-    locate, write = item_locator(RB), result_writer(M, NT, consumers)
-    exchange_slices = slice_exchange(sums, consumers, 4 if sums <= 16 else 3)
+    consume = (consume_by_wgmma if wgmma else consume_by_mma)(fmt, NT, form)
+    send, finish = sender(sums, consumers), finisher(NT)
+    stream_weights = stream(form, tiles_of, tokens=False)
+    stream_tokens = stream(form, tiles_of, tokens=True)
 
     @cuda.jit(device=True, inline="always")
-    def stream_weights(w, ring, barrier, items, sliced, k_tiles, blocks, whole, slices):
-        s, phase, item = uint32(0), uint32(1), uint32(cuda.blockIdx.x)
+    def work(c, y, workspace, ring, barrier, item, step, cut, mine, how):
+        s, phase = uint32(0), uint32(0)
+        thread, warp, lane = mine
+        stay, items = end_of_items(cut, step)
         while item < items:
-            block, end, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
-            done = uint32(0)
-            source = w + (int64(block) * int64(k_tiles) + int64(first)) * tile_bytes
-            second = (
-                w
-                + (
-                    int64(min(uint32(block + uint32(1)), uint32(end - uint32(1)))) * int64(k_tiles)
-                    + int64(first)
-                )
-                * tile_bytes
-            )
-            while left > uint32(0):
-                count = tiles_of(left, done)
-                num_bytes = uint32(count * uint32(tile_bytes))
-                full = uint32(barrier + s * uint32(8))
-                at = uint32(ring + s * uint32(stage_bytes))
-                mbarrier_wait(uint32(full + uint32(empty)), phase)
-                mbarrier_expect_bytes(full, uint32(num_bytes * uint32(RB)))
-                bulk_copy_to_shared(at, source, num_bytes, full)
-                if RB == 2:
-                    bulk_copy_to_shared(uint32(at + uint32(slab)), second, num_bytes, full)
-                source += int64(num_bytes)
-                second += int64(num_bytes)
-                left, done = uint32(left - count), uint32(done + count)
-                s = uint32(s + uint32(1))
-                if s == uint32(stages):
-                    s = uint32(0)
-                    phase ^= uint32(1)
-            item = uint32(item + uint32(cuda.gridDim.x))
+            block, first, left, before, after, slot = place(item, cut)
+            for i in range(sums):
+                c[i] = float32(0.0)
+            if left > uint32(0):
+                rest = (left, before, after)
+                s, phase = consume(c, ring, barrier, s, phase, rest, warp, lane)
+                for i in range(sums):
+                    c[i] = c[i] * float32(factor)
+            have = duty(item, first, left, cut, stay)
+            if have == uint32(SEND):
+                send(c, workspace, slot, thread)
+            elif have != uint32(NOTHING):
+                finish(c, y, workspace, block, have, cut, mine, how)
+            item = following(item, step)
 
-    @cuda.jit(device=True, inline="always")
-    def stream_tokens(x, ring, barrier, items, sliced, k_tiles, blocks, whole, slices):
-        s, phase, item = uint32(0), uint32(1), uint32(cuda.blockIdx.x)
-        while item < items:
-            _, _, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
-            done = uint32(0)
-            source = x + int64(first) * x_bytes
-            while left > uint32(0):
-                count = tiles_of(left, done)
-                num_bytes = uint32(count * uint32(x_bytes))
-                full = uint32(barrier + s * uint32(8))
-                mbarrier_wait(uint32(full + uint32(empty)), phase)
-                mbarrier_expect_bytes(full, num_bytes)
-                at = uint32(ring + s * uint32(stage_bytes) + uint32(weight_bytes))
-                bulk_copy_to_shared(at, source, num_bytes, full)
-                source += int64(num_bytes)
-                left, done = uint32(left - count), uint32(done + count)
-                s = uint32(s + uint32(1))
-                if s == uint32(stages):
-                    s = uint32(0)
-                    phase ^= uint32(1)
-            item = uint32(item + uint32(cuda.gridDim.x))
-
-    @cuda.jit(fastmath=True, launch_bounds=(threads, resident))
-    def linear_decode(w, x, y, workspace, counters, k_tiles, blocks, whole, slices, T, N, epilogue):
-        barrier_words = cuda.shared.array(words, int64)
-        flag_word = cuda.shared.array(1, uint32)
+    @cuda.jit(fastmath=True, launch_bounds=(threads, 1))
+    def linear_decode(w, x, y, workspace, k_tiles, blocks, whole, runs, T, N, epilogue, ahead):
+        barrier = shared_address(cuda.shared.array(words, int64))
         ring = uint32((shared_address(cuda.shared.array(0, uint32)) + 127) & uint32(0xFFFFFF80))
-        barrier = shared_address(barrier_words)
-        flag = shared_address(flag_word)
         thread = uint32(cuda.threadIdx.x)
         warp, lane = first_lane_u32(uint32(thread >> uint32(5))), uint32(thread & uint32(31))
         if thread == 0:
             for s in range(stages):
                 mbarrier_init(uint32(barrier + s * 8), uint32(2))
-                mbarrier_init(uint32(barrier + empty + s * 8), uint32(warps))
+                mbarrier_init(uint32(barrier + empty + s * 8), uint32(WARPS))
             fence_async_proxy()
         cuda.syncthreads()
         let_next_kernel_start()
-        whole_groups = uint32((whole + uint32(RB - 1)) // uint32(RB))
-        sliced = uint32(uint32((blocks - whole + uint32(RB - 1)) // uint32(RB)) * slices)
-        items = uint32(sliced + whole_groups)
-        if warp == uint32(warps):
+        cut, step = (k_tiles, blocks, whole, runs), uint32(cuda.gridDim.x)
+        item = uint32(uint32(2) * uint32(cuda.blockIdx.x))
+        items = uint32(uint32(2) * uint32(runs + whole))
+        if warp == uint32(WARPS):
             if lane == 0:
-                stream_weights(w, ring, barrier, items, sliced, k_tiles, blocks, whole, slices)
-        elif warp > uint32(warps):
+                stream_weights(w, ring, barrier, item, step, items, cut, ahead)
+        elif warp > uint32(WARPS):
             if lane == 0:
                 wait_for_previous_kernel()
-                stream_tokens(x, ring, barrier, items, sliced, k_tiles, blocks, whole, slices)
+                stream_tokens(x, ring, barrier, item, step, items, cut, uint32(NEVER))
         else:
             wait_for_previous_kernel()
             if wgmma:
                 declare()
             c = cuda.local.array(sums, float32)
-            s, phase, item = uint32(0), uint32(0), uint32(cuda.blockIdx.x)
-            while item < items:
-                block, end, _, left = locate(item, sliced, k_tiles, blocks, whole, slices)
-                for i in range(sums):
-                    c[i] = float32(0.0)
-                s, phase = consume(c, ring, barrier, s, phase, left, warp, lane)
-                for i in range(sums):
-                    c[i] = c[i] * float32(factor)
-                complete = item >= sliced
-                if not complete:
-                    complete = exchange_slices(
-                        c, workspace, counters, item, slices, thread, flag, uint32(1)
-                    )
-                if complete:
-                    first_row = uint32(block * uint32(128) + warp * uint32(16 * M))
-                    end_row = uint32(end * uint32(128))
-                    room = uint32(ring + uint32(ring_bytes))
-                    write(c, y, first_row, end_row, warp, lane, room, T, N, epilogue, uint32(1))
-                item = uint32(item + uint32(cuda.gridDim.x))
+            how = (uint32(ring + uint32(ring_bytes)), T, N, epilogue, uint32(1))
+            work(c, y, workspace, ring, barrier, item, step, cut, (thread, warp, lane), how)
 
     shared = ring_bytes + room_bytes + ALIGNMENT
-    return Build(linear_decode, threads, max(shared, ALONE_NBYTES if resident == 1 else 0))
+    return Build(linear_decode, threads, max(shared, ALONE_NBYTES))

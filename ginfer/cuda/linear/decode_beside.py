@@ -21,7 +21,7 @@ from ginfer.cuda.lib.ptx import (
     st_global_f32,
     st_shared_f32,
 )
-from ginfer.cuda.linear.decode_results import item_locator
+from ginfer.cuda.linear.decode_runs import place
 from ginfer.cuda.linear.unpack import UNPACK
 
 TILE_NBYTES = UNPACK["BF16"].tile_nbytes
@@ -33,7 +33,7 @@ def row_tiles(warps: int, meet: int) -> Any:
     """Device function rows(w, y, tokens, room, shares, k_tiles, slices, T, N, thread) of that many
     warps, which meet at barrier `meet`: row tiles first, first + step, ... of y [T, N] FP32 with
     (first, step) = shares. tokens: of this lane; room: 512 bytes per slice."""
-    threads, locate = warps * 32, item_locator(1)
+    threads = warps * 32
     num_words = AT_ONCE * 16
 
     @cuda.jit(device=True, inline="always")
@@ -98,7 +98,9 @@ def row_tiles(warps: int, meet: int) -> Any:
         while uint32(row_tile * uint32(16)) < N:
             s, at = warp, w + int64(row_tile) * ROW_TILE_NBYTES
             while s < slices:
-                _, _, first, count = locate(s, slices, k_tiles, uint32(1), uint32(0), slices)
+                _, first, count, _, _, _ = place(
+                    uint32(s * uint32(2)), (k_tiles, uint32(1), uint32(0), slices)
+                )
                 add_slice(c, at, tokens, first, count, lane)
                 for i in range(4):
                     to = uint32(room + s * uint32(512) + lane * uint32(16) + uint32(4 * i))

@@ -22,17 +22,21 @@ from ginfer.cuda.lib.ptx import (
     shared_address,
     wait_for_previous_kernel,
 )
+from ginfer.cuda.linear.decode import ALIGNMENT, NEVER, WARPS, finisher
 from ginfer.cuda.linear.decode_beside import row_tiles
 from ginfer.cuda.linear.decode_multiply import consume_by_mma, consume_resident
-from ginfer.cuda.linear.decode_results import (
-    X_TILE,
-    item_locator,
-    result_writer,
-    room_nbytes,
-    slice_exchange,
-)
+from ginfer.cuda.linear.decode_results import X_TILE, room_nbytes
 from ginfer.cuda.linear.decode_ring import Ring, stage_tiles
-from ginfer.cuda.linear.decode_stream import token_stream, weight_stream
+from ginfer.cuda.linear.decode_runs import (
+    NOTHING,
+    SEND,
+    duty,
+    end_of_items,
+    following,
+    place,
+    sender,
+)
+from ginfer.cuda.linear.decode_stream import stream
 from ginfer.cuda.linear.decode_tokens import (
     NBYTES,
     NUM_FACTORS,
@@ -44,68 +48,61 @@ from ginfer.cuda.linear.decode_tokens import (
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 
-ALIGNMENT = 128
 
-
-@kernel(*(int64,) * 9, *(uint32,) * 10, float32)
+@kernel(*(int64,) * 8, *(uint32,) * 11, float32)
 def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
-    fmt: str, groups: int, warps: int, M: int, span: int, stages: int, norm: int
+    fmt: str, groups: int, span: int, stages: int, norm: int
 ):
-    """Arguments w, x, y, workspace, counters, factors, columns, other_w, other_y, k_tiles, blocks,
-    whole, slices, T, N, epilogue, takers, other_N, other_slices, eps.
+    """Arguments w, x, y, workspace, factors, columns, other_w, other_y, k_tiles, blocks, whole,
+    runs, T, N, epilogue, ahead, takers, other_N, other_slices, eps.
 
-    groups of `warps` consumer warps, each with M 16-row tiles; span: k tiles in a stage of a group.
-    norm: x are rows [.., K] BF16 and `columns` says which (0: the first T), normed with `factors`
-    [K] FP32; else x is in fragment order, and neither is read. takers: thread blocks that take
-    items; the others take the rows of other_w [other_N, K] BF16 to other_y [T, other_N] FP32, which
-    needs a norm. The rest as linear_decode_kernel.
+    groups of eight consumer warps; span: k tiles in a stage of a group. norm: x are rows [.., K]
+    BF16 and `columns` says which (0: the first T), normed with `factors` [K] FP32; else x is in
+    fragment order, and neither is read. takers: thread blocks that take items; the others take the
+    rows of other_w [other_N, K] BF16 to other_y [T, other_N] FP32, which needs a norm. The rest as
+    linear_decode_kernel.
     """
-    consumers, RB = warps * 32, warps * M // 8
-    everyone = groups * consumers
+    consumers, everyone = WARPS * 32, groups * WARPS * 32
     threads = everyone + groups * (32 if norm else 64)
-    tile_bytes = UNPACK[fmt].tile_nbytes
-    form = Ring(span, stages, tile_bytes, 0 if norm else X_TILE, RB)
-    sums, words, empty, ring_bytes = M * 4, 2 * stages, stages * 8, stages * form.stage_bytes
-    factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(M, 1, consumers)
+    form = Ring(span, stages, UNPACK[fmt].tile_nbytes, 0 if norm else X_TILE)
+    words, empty, ring_bytes = 2 * stages, stages * 8, stages * form.stage_bytes
+    factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(1, 1, consumers)
     all_words, arrivals = groups * words, 1 if norm else 2
-    tiles_of, locate = stage_tiles(span, 0), item_locator(RB)
-    consume_rows, consume = consume_resident(fmt, M, form), consume_by_mma(fmt, M, 1, form)
-    exchange_slices, write = slice_exchange(sums, consumers), result_writer(M, 1, consumers)
-    stream_weights = weight_stream(form, locate, tiles_of)
-    stream_tokens = token_stream(form, locate, tiles_of)
-    sets, all_meet = everyone // 256, groups + 1
-    norm_rows = row_norm(max(sets, 1), groups + 2)
+    tiles_of = stage_tiles(span, 0)
+    consume_rows, consume = consume_resident(fmt, form), consume_by_mma(fmt, 1, form)
+    send, finish = sender(4, consumers), finisher(1)
+    stream_weights = stream(form, tiles_of, tokens=False)
+    stream_tokens = stream(form, tiles_of, tokens=True)
+    all_meet, norm_rows = groups + 1, row_norm(groups, groups + 2)
     tokens_bytes = NBYTES if norm else 0
-    beside = row_tiles(groups * warps, groups + 1)
+    beside = row_tiles(groups * WARPS, groups + 1)
     rooms_at = tokens_bytes + groups * ring_bytes
 
     @cuda.jit(device=True, inline="always")
-    def work(c, y, workspace, counters, at, barrier, flag, room, tokens, me, sizes, epilogue):
-        """A group's items. me: group, its thread, warp; sizes: first item, step, items, sliced,
-        k_tiles, blocks, whole, slices, T, N."""
-        group, thread, warp = me
-        item, step, items, sliced, k_tiles, blocks, whole, slices, T, N = sizes
-        s, phase, lane = uint32(0), uint32(0), uint32(thread & uint32(31))
-        meet = uint32(group + uint32(1))
-        while item < items:
-            block, end, first, left = locate(item, sliced, k_tiles, blocks, whole, slices)
-            for i in range(sums):
+    def work(c, y, workspace, at, barrier, tokens, mine, items, cut, how):
+        """The items of a group: first, step. mine: its thread, warp and lane."""
+        (item, step), (thread, warp, lane) = items, mine
+        stay, end = end_of_items(cut, step)
+        s, phase = uint32(0), uint32(0)
+        while item < end:
+            block, first, left, before, after, slot = place(item, cut)
+            for i in range(4):
                 c[i] = float32(0.0)
-            if norm:
-                x = uint32(tokens + first * uint32(128))
-                s, phase = consume_rows(c, at, barrier, s, phase, left, warp, lane, x)
-            else:
-                s, phase = consume(c, at, barrier, s, phase, left, warp, lane)
-            for i in range(sums):
-                c[i] = c[i] * float32(factor)
-            complete = item >= sliced
-            if not complete:
-                complete = exchange_slices(c, workspace, counters, item, slices, thread, flag, meet)
-            if complete:
-                first_row = uint32(block * uint32(128) + warp * uint32(16 * M))
-                end_row = uint32(end * uint32(128))
-                write(c, y, first_row, end_row, warp, lane, room, T, N, epilogue, meet)
-            item = uint32(item + step)
+            if left > uint32(0):
+                rest = (left, before, after)
+                if norm:
+                    x = uint32(tokens + first * uint32(128))
+                    s, phase = consume_rows(c, at, barrier, s, phase, rest, warp, lane, x)
+                else:
+                    s, phase = consume(c, at, barrier, s, phase, rest, warp, lane)
+                for i in range(4):
+                    c[i] = c[i] * float32(factor)
+            have = duty(item, first, left, cut, stay)
+            if have == uint32(SEND):
+                send(c, workspace, slot, thread)
+            elif have != uint32(NOTHING):
+                finish(c, y, workspace, block, have, cut, mine, how)
+            item = following(item, step)
 
     @cuda.jit(fastmath=True, launch_bounds=(threads, 1))
     def linear_decode_few(
@@ -113,7 +110,6 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
         x,
         y,
         workspace,
-        counters,
         factors,
         columns,
         other_w,
@@ -121,54 +117,48 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
         k_tiles,
         blocks,
         whole,
-        slices,
+        runs,
         T,
         N,
         epilogue,
+        ahead,
         takers,
         other_N,
         other_slices,
         eps,
     ):
         barriers = shared_address(cuda.shared.array(all_words, int64))
-        flags = shared_address(cuda.shared.array(groups, uint32))
         squares = shared_address(cuda.shared.array(NUM_SUMS, float32))
         base = uint32((shared_address(cuda.shared.array(0, uint32)) + 127) & uint32(0xFFFFFF80))
-        thread = uint32(cuda.threadIdx.x)
+        thread, index = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
         warp, lane = first_lane_u32(uint32(thread >> uint32(5))), uint32(thread & uint32(31))
         if thread == 0:
             for g in range(groups):
                 for s in range(stages):
                     at = uint32(barriers + uint32(g * words * 8 + s * 8))
                     mbarrier_init(at, uint32(arrivals))
-                    mbarrier_init(uint32(at + uint32(empty)), uint32(warps))
+                    mbarrier_init(uint32(at + uint32(empty)), uint32(WARPS))
             fence_async_proxy()
         cuda.syncthreads()
         let_next_kernel_start()
-        whole_groups = uint32((whole + uint32(RB - 1)) // uint32(RB))
-        sliced = uint32(uint32((blocks - whole + uint32(RB - 1)) // uint32(RB)) * slices)
-        items, step = uint32(sliced + whole_groups), uint32(takers * uint32(groups))
-        producer = uint32(warp - uint32(groups * warps))
-        group = uint32(warp // uint32(warps))
-        if warp >= uint32(groups * warps):
+        producer, group = uint32(warp - uint32(groups * WARPS)), uint32(warp // uint32(WARPS))
+        if warp >= uint32(groups * WARPS):
             group = producer
             if producer >= uint32(groups):
                 group = uint32(producer - uint32(groups))
-        item = uint32(uint32(cuda.blockIdx.x) + group * takers)
-        if uint32(cuda.blockIdx.x) >= takers:
-            item = items
+        cut, step = (k_tiles, blocks, whole, runs), uint32(takers * uint32(groups))
+        end = uint32(uint32(2) * uint32(runs + whole))
+        item = uint32(uint32(2) * uint32(index + group * takers))
+        if index >= takers:
+            item = uint32(uint32(2) * uint32(runs + blocks))
         ring = uint32(base + uint32(tokens_bytes) + group * uint32(ring_bytes))
         barrier = uint32(barriers + group * uint32(words * 8))
-        if warp >= uint32(groups * warps):
+        if warp >= uint32(groups * WARPS):
             if lane == 0 and producer < uint32(groups):
-                stream_weights(
-                    w, ring, barrier, item, step, items, sliced, k_tiles, blocks, whole, slices
-                )
+                stream_weights(w, ring, barrier, item, step, end, cut, ahead)
             elif lane == 0:
                 wait_for_previous_kernel()
-                stream_tokens(
-                    x, ring, barrier, item, step, items, sliced, k_tiles, blocks, whole, slices
-                )
+                stream_tokens(x, ring, barrier, item, step, end, cut, uint32(NEVER))
         else:
             tokens = uint32(0)
             if norm:
@@ -180,15 +170,13 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
                 tokens = lane_tokens(base, T, C, lane)
             else:
                 wait_for_previous_kernel()
-            c = cuda.local.array(sums, float32)
-            flag = uint32(flags + group * uint32(4))
+            c = cuda.local.array(4, float32)
             room = uint32(base + uint32(rooms_at) + group * uint32(room_bytes))
-            mine = uint32(thread - group * uint32(consumers))
-            me = (group, mine, uint32(warp - group * uint32(warps)))
-            sizes = (item, step, items, sliced, k_tiles, blocks, whole, slices, T, N)
-            work(c, y, workspace, counters, ring, barrier, flag, room, tokens, me, sizes, epilogue)
-            if norm and uint32(cuda.blockIdx.x) >= takers:
-                shares = uint32(cuda.blockIdx.x - takers), uint32(cuda.gridDim.x - takers)
+            mine = (uint32(thread & uint32(255)), uint32(warp & uint32(7)), lane)
+            how = (room, T, N, epilogue, uint32(group + uint32(1)))
+            work(c, y, workspace, ring, barrier, tokens, mine, (item, step), cut, how)
+            if norm and index >= takers:
+                shares = uint32(index - takers), uint32(cuda.gridDim.x - takers)
                 at = uint32(base + uint32(tokens_bytes))
                 beside(
                     other_w, other_y, tokens, at, shares, k_tiles, other_slices, T, other_N, thread

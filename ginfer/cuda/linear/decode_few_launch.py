@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ginfer.cuda.linear.decode import NEVER
 from ginfer.cuda.linear.decode_few import linear_decode_few_kernel
-from ginfer.cuda.linear.decode_launch import k_slices
+from ginfer.cuda.linear.decode_launch import k_runs
 from ginfer.cuda.linear.decode_tokens import MOST_COLUMNS, NBYTES
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.linear.variants import EPILOGUES
@@ -28,44 +29,43 @@ MOST_ROWS = 8  # those of `decode_tokens`
 
 @dataclass(frozen=True)
 class FewPlan(LaunchPlan):
-    """groups of `warps` consumer warps of M 16-row tiles each; span: k tiles in a stage of a
-    group's ring. Shapes are (N, K, bytes of a weight tile)."""
+    """groups of consumer warps; span: k tiles in a stage of a group's ring; ahead: stages that are
+    asked for before the previous kernel ends. Shapes are (N, K, bytes of a weight tile)."""
 
     groups: int
-    warps: int
-    M: int
     span: int
     stages: int
+    ahead: int = NEVER
 
     def supports(self, capability: str, shape: Shape) -> bool:
         """Bulk copies of sm_90a; the norm's 256 threads, once or twice; rings that fit."""
         _, K, tile_nbytes = shape
-        ring = self.stages * self.span * tile_nbytes * (self.warps * self.M // 8)
+        ring = self.stages * self.span * tile_nbytes
         return (
             capability == "90a"
             and K <= MOST_COLUMNS
-            and self.warps * self.M % 8 == 0
-            and self.groups * self.warps in (8, 16)
+            and self.groups in (1, 2)
             and self.stages >= 2
             and NBYTES + self.groups * ring <= SHARED_NBYTES
         )
 
     @classmethod
     def default(cls, capability: str, shape: Shape) -> FewPlan:
-        """Two groups with short stages for 4-bit weights; else one group with the longest stages of
-        which four fit."""
+        """Two groups with short stages for 4-bit weights, which hold some back of a large matrix
+        until its rows have been asked for; else one group with the longest stages of which four
+        fit."""
         room = (SHARED_NBYTES - NBYTES) // shape[2]
         if room >= 32:
-            return cls(2, 8, 1, 2, 6)
+            tiles = div_ceil(shape[0], 128) * div_ceil(shape[1], 64)
+            return cls(2, 2, 6, ahead=3 if tiles > 16_000 else NEVER)
         span = next(s for s in (8, 4, 2) if 4 * s <= room)
-        return cls(1, 8, 1, span, room // span)
+        return cls(1, span, room // span)
 
 
 def few_kernel(plans: PlanTable, fmt: str, shape: Shape) -> tuple[Kernel, int]:
-    """The kernel of a plan's shape, and the row blocks of 128 in one of its items."""
+    """The kernel of a plan's shape, and what it is to ask for ahead."""
     p = plans.find("linear_decode_few", FewPlan, shape)
-    item = linear_decode_few_kernel(fmt, p.groups, p.warps, p.M, p.span, p.stages, 1)
-    return item, p.warps * p.M // 8
+    return linear_decode_few_kernel(fmt, p.groups, p.span, p.stages, 1), p.ahead
 
 
 def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
@@ -106,19 +106,18 @@ def linear_decode_rows(
     assert beside is None or beside[0].fmt == "BF16", "a small matrix is BF16"
     matrix, scratch = linear
     blocks, k_tiles = div_ceil(matrix.N, 128), div_ceil(matrix.K, 64)
-    whole, slices = k_slices(matrix.N, matrix.K)
+    whole, runs = k_runs(matrix.N, matrix.K)
     shape = (matrix.N, matrix.K, UNPACK[matrix.fmt].tile_nbytes)
-    item, RB = few_kernel(queue.image.plans, matrix.fmt, shape)
-    items = div_ceil(blocks - whole, RB) * slices + div_ceil(whole, RB)
+    item, ahead = few_kernel(queue.image.plans, matrix.fmt, shape)
     others = min(BESIDE, div_ceil(beside[0].N, 16)) if beside else 0
-    takers = min(items, matrix.num_sms - others)
+    takers = min(max(runs + whole, blocks), matrix.num_sms - others)
     other = (beside[0].w, beside[1]) if beside else (0, 0)
-    other_size = (beside[0].N, k_slices(beside[0].N, matrix.K)[1]) if beside else (0, 0)
+    other_size = (beside[0].N, max(k_runs(beside[0].N, matrix.K)[1], 1)) if beside else (0, 0)
     queue.launch(
         item,
         (takers + others,),
-        *(matrix.w, rows.x, y, scratch.workspace, scratch.counters),
+        *(matrix.w, rows.x, y, scratch.workspace),
         *(rows.factors, rows.columns, *other),
-        *(k_tiles, blocks, whole, slices, rows.T, matrix.N, int(matrix.epilogue)),
+        *(k_tiles, blocks, whole, runs, rows.T, matrix.N, int(matrix.epilogue), ahead),
         *(takers, *other_size, rows.eps),
     )

@@ -1,4 +1,4 @@
-"""Decode linear: slices of K, scratch memory, and the launch for 1 to 128 tokens."""
+"""Decode linear: how K is cut, scratch memory, and the launch for 1 to 128 tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.linear.variants import COLUMN_TILES, decode_kernel
 from ginfer.cuda.runtime.queue import starts_early
-from ginfer.sizes import align_up, div_ceil
+from ginfer.sizes import div_ceil
 
 if TYPE_CHECKING:
     from ginfer.cuda.runtime.image import Image
@@ -37,6 +37,16 @@ def k_slices(N: int, K: int) -> tuple[int, int]:
     return best[1:]
 
 
+def k_runs(N: int, K: int) -> tuple[int, int]:
+    """(whole, runs) for `decode_runs`: the slices of `k_slices`, each a run, or as many runs as
+    multiprocessors, which cross row blocks, where that makes them two steps shorter."""
+    whole, slices = k_slices(N, K)
+    cut, steps = div_ceil(N, 128) - whole, div_ceil(K, 64 * SLICE_TILES)
+    runs = cut * slices
+    shorter = div_ceil(cut * steps, SMS) + 2 <= div_ceil(steps, slices)
+    return (whole, SMS) if shorter and runs < SMS <= 2 * runs else (whole, runs)
+
+
 def _rounds(items: int, steps: int) -> float:
     """Time of items of so many steps: a lone multiprocessor is at most 1.5 times as fast as its
     fair share of the bandwidth."""
@@ -59,8 +69,8 @@ class DecodeLinear:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeScratch:
-    """Addresses: slices of sums in flight, and one zeroed u32 per row block, zero again after a
-    launch. Launches that follow each other may share them."""
+    """Addresses: slices of sums in flight, and one u32 per row block; both zeroed, and zero again
+    after a launch. Launches that follow each other may share them."""
 
     workspace: int
     counters: int
@@ -68,10 +78,9 @@ class DecodeScratch:
 
 def scratch_nbytes(N: int, K: int) -> tuple[int, int]:
     """Bytes of the workspace and of the counters for a matrix [N, K] at any number of tokens."""
-    whole, slices = k_slices(N, K)
-    blocks = div_ceil(N, 128)
-    sliced = align_up(blocks - whole, 2)
-    return sliced * slices * max(COLUMN_TILES) * SLOT_NBYTES, blocks * 4
+    blocks, (whole, runs) = div_ceil(N, 128), k_runs(N, K)
+    slots = runs + blocks - whole
+    return slots * max(COLUMN_TILES) * SLOT_NBYTES, blocks * 4
 
 
 def column_tiles(T: int) -> int:
@@ -97,19 +106,22 @@ def linear_decode(
     assert 1 <= T <= MAX_TOKENS
     matrix, scratch = linear
     blocks, k_tiles = div_ceil(matrix.N, 128), div_ceil(matrix.K, 64)
-    whole, slices = k_slices(matrix.N, matrix.K)
     early = starts_early(image.capability)  # persistent, too: a block takes items in turns
+    whole, parts = (k_runs if early else k_slices)(matrix.N, matrix.K)
     for first in range(0, T, LAUNCH_TOKENS):
         count = min(T - first, LAUNCH_TOKENS)
         NT = column_tiles(count)
         shape = (matrix.N, matrix.K, NT, UNPACK[matrix.fmt].tile_nbytes)
-        item, RB = decode_kernel(image.plans, matrix.fmt, shape)
-        items = div_ceil(blocks - whole, RB) * slices + div_ceil(whole, RB)
+        item, ahead = decode_kernel(image.plans, matrix.fmt, shape)
         tokens_at, result_at = first * k_tiles * X_TILE // 8, first * _row_nbytes(matrix)
-        addresses = (matrix.w, x + tokens_at, y + result_at, scratch.workspace, scratch.counters)
-        scalars = (k_tiles, blocks, whole, slices, count, matrix.N, int(matrix.epilogue))
-        grid = (min(items, matrix.num_sms) if early else items,)
-        image.launch(item, grid, stream, *addresses, *scalars, dependent=early)
+        addresses = (matrix.w, x + tokens_at, y + result_at, scratch.workspace)
+        scalars = (k_tiles, blocks, whole, parts, count, matrix.N, int(matrix.epilogue))
+        if early:
+            grid = min(max(parts + whole, blocks), matrix.num_sms)
+            image.launch(item, (grid,), stream, *addresses, *scalars, ahead, dependent=True)
+        else:
+            items = (blocks - whole) * parts + whole
+            image.launch(item, (items,), stream, *addresses, scratch.counters, *scalars)
 
 
 def _row_nbytes(matrix: DecodeLinear) -> int:

@@ -40,15 +40,15 @@ def _add_scaled(c, p, d, q, low, high):
     c[p + 3] = fma_f32(d[q + 3], high, c[p + 3])
 
 
-def by_mma(fmt: str, M: int, NT: int, span: int, slab: int, *, resident: bool = False) -> Any:
+def by_mma(fmt: str, NT: int, span: int, *, resident: bool = False) -> Any:
     """Device function multiply(c, weights, tokens, warp, lane): `span` k tiles at once, all their
-    chains of mma side by side. A warp has M row tiles; slab: bytes of a row block's stage. tokens:
-    what this lane gives to ldmatrix first, in fragment order or, if resident, in rows of 8."""
+    chains of mma side by side. A warp has a row tile. tokens: what this lane gives to ldmatrix
+    first, in fragment order or, if resident, in rows of 8."""
     f = UNPACK[fmt]
     load, codes, scales, groups = f.load, f.codes, f.scales, f.groups
     tile_bytes, words = f.tile_nbytes, f.words
-    num_words, num_scales = span * M * words, span * M * groups
-    num_d, num_b = span * groups * M * NT * 4, span * NT * 4
+    num_words, num_scales = span * words, span * groups
+    num_d, num_b = span * groups * NT * 4, span * NT * 4
     x_tile, x_half = (128, 64) if resident else (NT * X_TILE, 512)
 
     @cuda.jit(device=True, inline="always")
@@ -58,16 +58,12 @@ def by_mma(fmt: str, M: int, NT: int, span: int, slab: int, *, resident: bool = 
         high = cuda.local.array(num_scales, float32)
         d = cuda.local.array(num_d, float32)
         b = cuda.local.array(num_b, uint32)
-        rows = uint32(warp * uint32(M))
-        base = uint32(weights + (rows >> uint32(3)) * uint32(slab))
-        rows = uint32(rows & uint32(7))
         for k in range(span):
-            tile = uint32(base + uint32(k * tile_bytes))
-            for m in range(M):
-                load(v, (k * M + m) * words, tile, uint32(rows + uint32(m)), lane)
-                for g in range(groups):
-                    p = (k * M + m) * groups + g
-                    low[p], high[p] = scales(tile, uint32(rows + uint32(m)), lane, uint32(g))
+            tile = uint32(weights + uint32(k * tile_bytes))
+            load(v, k * words, tile, warp, lane)
+            for g in range(groups):
+                p = k * groups + g
+                low[p], high[p] = scales(tile, warp, lane, uint32(g))
         for i in range(num_d):
             d[i] = float32(0.0)
         for half in range(2):
@@ -79,45 +75,42 @@ def by_mma(fmt: str, M: int, NT: int, span: int, slab: int, *, resident: bool = 
                         b[(k * NT + n) * 4 + i] = q[i]
             for j in range(2):
                 for k in range(span):
-                    for m in range(M):
-                        a = codes(v, (k * M + m) * words, half * 2 + j)
-                        chain = (k * groups + half * (groups - 1)) * M + m
-                        for n in range(NT):
-                            p, q = (chain * NT + n) * 4, (k * NT + n) * 4 + 2 * j
-                            _mma_into(d, p, a[0], a[1], a[2], a[3], b[q], b[q + 1])
-        for k in range(span):
-            for g in range(groups):
-                for m in range(M):
-                    s = (k * M + m) * groups + g
+                    a = codes(v, k * words, half * 2 + j)
+                    chain = k * groups + half * (groups - 1)
                     for n in range(NT):
-                        p = (((k * groups + g) * M + m) * NT + n) * 4
-                        _add_scaled(c, (m * NT + n) * 4, d, p, low[s], high[s])
+                        p, q = (chain * NT + n) * 4, (k * NT + n) * 4 + 2 * j
+                        _mma_into(d, p, a[0], a[1], a[2], a[3], b[q], b[q + 1])
+        for p in range(num_scales):
+            for n in range(NT):
+                _add_scaled(c, n * 4, d, (p * NT + n) * 4, low[p], high[p])
 
     return multiply
 
 
-def _consume(fmt: str, M: int, NT: int, ring: Ring, *, resident: bool) -> Any:
-    """Device function consume(c, at, barrier, s, phase, left, warp, lane, tokens): c += the next
-    `left` k tiles of the ring at `at`, from stage s on; returns the stage after them and its phase.
-    tokens: of the first k tile, as by_mma takes them, where they are resident."""
+def _consume(fmt: str, NT: int, ring: Ring, *, resident: bool) -> Any:
+    """Device function consume(c, at, barrier, s, phase, item, warp, lane, tokens): c += the next k
+    tiles of the ring at `at`, from stage s on; returns the stage after them and its phase. item: k
+    tiles, those of its run before and after them. tokens: of the first k tile, as by_mma takes
+    them, where they are resident."""
     span, stages, stage_bytes = ring.span, ring.stages, ring.stage_bytes
     weight_bytes, tile_bytes = ring.weight_bytes, ring.tile_bytes
     x_bytes = 128 if resident else ring.x_bytes
     empty, advance, tiles_of = 8 * stages, advance_stage(stages), stage_tiles(span, 0)
-    half, quarter, slab = max(span // 2, 1), max(span // 4, 1), ring.slab
+    half, quarter = max(span // 2, 1), max(span // 4, 1)
     one, some, more, most = (
-        by_mma(fmt, M, NT, n, slab, resident=resident) for n in (1, quarter, half, span)
+        by_mma(fmt, NT, n, resident=resident) for n in (1, quarter, half, span)
     )
 
     @cuda.jit(device=True, inline="always")
-    def consume(c, at, barrier, s, phase, left, warp, lane, tokens):
-        chosen, done = uint32(1) if lane == 0 else uint32(0), uint32(0)
+    def consume(c, at, barrier, s, phase, item, warp, lane, tokens):
+        left, before, after = item
+        chosen = uint32(1) if lane == 0 else uint32(0)
         while left > uint32(0):
             full = uint32(barrier + s * uint32(8))
             weights = uint32(at + s * uint32(stage_bytes))
             if not resident:
                 tokens = uint32(weights + uint32(weight_bytes) + lane * uint32(16))
-            count = tiles_of(left, done)
+            count = tiles_of(left, before, after)
             mbarrier_wait(full, phase)
             if count == uint32(span):
                 most(c, weights, tokens, warp, lane)
@@ -135,26 +128,27 @@ def _consume(fmt: str, M: int, NT: int, ring: Ring, *, resident: bool) -> Any:
                     tokens = uint32(tokens + uint32(x_bytes))
             cuda.syncwarp()
             mbarrier_arrive_if(uint32(full + uint32(empty)), chosen)
-            left, done = uint32(left - count), uint32(done + count)
+            left, before = uint32(left - count), uint32(before + count)
             s, phase = advance(s, phase)
         return s, phase
 
     return consume
 
 
-def consume_by_mma(fmt: str, M: int, NT: int, ring: Ring) -> Any:
-    """Device function consume(c, at, barrier, s, phase, left, warp, lane): c += the next `left` k
-    tiles of the ring at `at`, from stage s on; returns the stage after them and its phase."""
-    products = _consume(fmt, M, NT, ring, resident=False)
+def consume_by_mma(fmt: str, NT: int, ring: Ring) -> Any:
+    """Device function consume(c, at, barrier, s, phase, item, warp, lane): c += the next k tiles of
+    the ring at `at`, from stage s on; returns the stage after them and its phase. item: k tiles,
+    those of its run before and after them."""
+    products = _consume(fmt, NT, ring, resident=False)
 
     @cuda.jit(device=True, inline="always")
-    def consume(c, at, barrier, s, phase, left, warp, lane):
-        return products(c, at, barrier, s, phase, left, warp, lane, uint32(0))
+    def consume(c, at, barrier, s, phase, item, warp, lane):
+        return products(c, at, barrier, s, phase, item, warp, lane, uint32(0))
 
     return consume
 
 
-def consume_resident(fmt: str, M: int, ring: Ring) -> Any:
+def consume_resident(fmt: str, ring: Ring) -> Any:
     """As consume_by_mma for up to 8 tokens that lie in shared memory as a whole; consume takes the
     place of the first k tile behind its other arguments, as by_mma does."""
-    return _consume(fmt, M, 1, ring, resident=True)
+    return _consume(fmt, 1, ring, resident=True)

@@ -139,6 +139,21 @@ def _write_rows(M: int, NT: int) -> Any:
     return write
 
 
+def old_results(NT: int) -> Any:
+    """Device function fetch(old, y, first_row, lane, T, N): what results are added to, BF16, of a
+    warp of one row tile."""
+
+    @cuda.jit(device=True, inline="always")
+    def fetch(old, y, first_row, lane, T, N):
+        for i in range(4 * NT):
+            row = uint32(first_row + (lane >> uint32(2)) + uint32(((i >> 1) & 1) * 8))
+            t = uint32((lane & uint32(3)) * uint32(2) + uint32((i >> 2) * 8 + (i & 1)))
+            row, t = min(row, uint32(N - uint32(1))), min(t, uint32(T - uint32(1)))
+            old[i] = ld_global_u16(y + (int64(t) * int64(N) + int64(row)) * 2)
+
+    return fetch
+
+
 def _write_silu(M: int, NT: int, threads: int) -> Any:
     """Device function: silu(gate) * up in fragment order; 16-row tiles alternate gate and up.
 

@@ -10,24 +10,18 @@ from numba import cuda, uint32
 
 @dataclass(frozen=True)
 class Ring:
-    """Stages of k tiles in shared memory, in bytes: span tiles of weights of each of the row
-    blocks, then of tokens; span, stages: how many."""
+    """Stages of k tiles in shared memory, in bytes: span tiles of weights, then of tokens; span,
+    stages: how many."""
 
     span: int
     stages: int
     tile_bytes: int
     x_bytes: int
-    row_blocks: int
-
-    @property
-    def slab(self) -> int:
-        """Weights of a row block in a stage."""
-        return self.span * self.tile_bytes
 
     @property
     def weight_bytes(self) -> int:
         """Weights of a stage."""
-        return self.row_blocks * self.slab
+        return self.span * self.tile_bytes
 
     @property
     def stage_bytes(self) -> int:
@@ -48,28 +42,29 @@ def advance_stage(stages: int) -> Any:
     return advance
 
 
-LONG_ITEM = 88  # k tiles
+LONG_RUN = 84  # k tiles
 ALONE_NBYTES = 118 << 10  # shared memory of a block that shares a multiprocessor with none like it
 
 
 def stage_tiles(span: int, wgmma: int) -> Any:
-    """Device function: k tiles of the next stage of an item, by how many are left and done. On mma
-    the first and the last stages of long items are short: work begins early, and little is left
-    behind the last bytes. In short items more stages cost more than that brings."""
+    """Device function: k tiles of the next stage of an item, by how many are left, and how many its
+    run has before and after them. On mma the first and the last stages of long runs are short: work
+    begins early, and little is left behind the last bytes. In short ones more stages cost more than
+    that brings."""
     half, quarter = max(span // 2, 1), max(span // 4, 1)
 
     @cuda.jit(device=True, inline="always")
-    def tapered(left, done):
-        count = uint32(span)
-        if uint32(left + done) >= uint32(LONG_ITEM):
-            if done < uint32(span) or left <= uint32(span):
+    def tapered(left, before, after):
+        count, to_come = uint32(span), uint32(left + after)
+        if uint32(before + to_come) >= uint32(LONG_RUN):
+            if before < uint32(span) or to_come <= uint32(span):
                 count = uint32(half)
-            if done < uint32(half) or left <= uint32(half):
+            if before < uint32(half) or to_come <= uint32(half):
                 count = uint32(quarter)
         return min(left, count)
 
     @cuda.jit(device=True, inline="always")
-    def equal(left, done):
+    def equal(left, before, after):
         return min(left, uint32(span))
 
     return equal if wgmma else tapered

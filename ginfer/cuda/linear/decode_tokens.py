@@ -29,7 +29,7 @@ NBYTES = MOST_TOKENS * (2 * MOST_COLUMNS + 16)
 WARPS = THREADS // 32
 NUM_SUMS = MOST_TOKENS * WARPS  # floats in shared memory
 NUM_FACTORS = 8 * HELD  # of a thread
-AT_ONCE = 4  # rows that all threads hold at a time
+AT_ONCE = 8  # rows that all threads hold at a time
 
 
 @cuda.jit(device=True, inline="always")

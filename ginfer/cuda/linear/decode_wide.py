@@ -19,25 +19,25 @@ from ginfer.cuda.linear.decode_ring import Ring, advance_stage
 from ginfer.cuda.linear.unpack import UNPACK
 
 
-def _chain_starter(fmt: str, NT: int, sums: Any, place: tuple[int, int, int]) -> Any:
+def _chain_starter(fmt: str, NT: int, sums: Any, place: tuple[int, int]) -> Any:
     """Device function start(a, tile, row, lane, x): unpack a chain into a, begin its products, and
-    return its scales. place: k tile, row tile and group of the chain, from tile, row and x on."""
+    return its scales. place: k tile and group of the chain, from tile and x on."""
     f, product = UNPACK[fmt], sums.multiply
     load, codes, scales, words, steps = f.load, f.codes, f.scales, f.words, 4 // f.groups
-    k, m, group = place
+    k, group = place
     tile_at, first = k * f.tile_nbytes, group * steps
     tokens_at = k * NT * TILE + first * STEP
 
     @cuda.jit(device=True, inline="always")
     def start(a, tile, row, lane, x):
         v = cuda.local.array(words, uint32)
-        at, row_tile = uint32(tile + uint32(tile_at)), uint32(row + uint32(m))
-        load(v, 0, at, row_tile, lane)
+        at = uint32(tile + uint32(tile_at))
+        load(v, 0, at, row, lane)
         for j in range(steps):
             r = codes(v, 0, first + j)
             for i in range(4):
                 a[4 * j + i] = r[i]
-        low, high = scales(at, row_tile, lane, uint32(group))
+        low, high = scales(at, row, lane, uint32(group))
         wgmma_fence()
         for j in range(steps):
             i, tokens = 4 * j, x + tokens_at + j * STEP
@@ -48,23 +48,23 @@ def _chain_starter(fmt: str, NT: int, sums: Any, place: tuple[int, int, int]) ->
     return start
 
 
-def by_wgmma(fmt: str, M: int, NT: int, span: int, slab: int) -> Any:
+def by_wgmma(fmt: str, NT: int, span: int) -> Any:
     """As by_mma: a device function multiply(c, weights, tokens, warp, lane)."""
     groups, num_a = UNPACK[fmt].groups, 16 // UNPACK[fmt].groups
-    places = [(k, m, g) for k in range(span) for m in range(M) for g in range(groups)]
+    places = [(k, g) for k in range(span) for g in range(groups)]
     sets = [scaled_sums(("even", "odd")[i % 2], NT) for i in range(len(places))]
     starts = [_chain_starter(fmt, NT, *chain) for chain in zip(sets, places, strict=True)]
     wait_but_one, wait_all, begin = wgmma_wait(1), wgmma_wait(0), starts[0]
 
     def follow(i: int) -> Any:
         """Device function: all that follows the start of chain i, whose operand is in a."""
-        add, at = sets[i].add, places[i][1] * NT * 4
+        add = sets[i].add
         if i + 1 == len(places):
 
             @cuda.jit(device=True, inline="always")
             def end(c, a, b, tile, row, lane, x, low, high):
                 wait_all()
-                add(c, at, low, high)
+                add(c, 0, low, high)
 
             return end
         start, rest = starts[i + 1], follow(i + 1)
@@ -73,7 +73,7 @@ def by_wgmma(fmt: str, M: int, NT: int, span: int, slab: int) -> Any:
         def go_on(c, a, b, tile, row, lane, x, low, high):
             next_low, next_high = start(b, tile, row, lane, x)
             wait_but_one()
-            add(c, at, low, high)
+            add(c, 0, low, high)
             rest(c, b, a, tile, row, lane, x, next_low, next_high)
 
         return go_on
@@ -84,26 +84,23 @@ def by_wgmma(fmt: str, M: int, NT: int, span: int, slab: int) -> Any:
     def multiply(c, weights, tokens, warp, lane):
         a = cuda.local.array(num_a, uint32)
         b = cuda.local.array(num_a, uint32)
-        row = uint32(warp * uint32(M))
-        tile = uint32(weights + (row >> uint32(3)) * uint32(slab))
-        row = uint32(row & uint32(7))
         x = tokens_descriptor(tokens)
-        low, high = begin(a, tile, row, lane, x)
-        rest(c, a, b, tile, row, lane, x, low, high)
+        low, high = begin(a, weights, warp, lane, x)
+        rest(c, a, b, weights, warp, lane, x, low, high)
 
     return multiply
 
 
-def consume_by_wgmma(fmt: str, M: int, NT: int, ring: Ring) -> Any:
+def consume_by_wgmma(fmt: str, NT: int, ring: Ring) -> Any:
     """As consume_by_mma, on wgmma."""
     span, stages, stage_bytes = ring.span, ring.stages, ring.stage_bytes
     weight_bytes, tile_bytes, x_bytes = ring.weight_bytes, ring.tile_bytes, ring.x_bytes
     empty, advance = 8 * stages, advance_stage(stages)
-    multiply, one = (by_wgmma(fmt, M, NT, tiles, ring.slab) for tiles in (span, 1))
+    multiply, one = (by_wgmma(fmt, NT, tiles) for tiles in (span, 1))
 
     @cuda.jit(device=True, inline="always")
-    def consume(c, at, barrier, s, phase, left, warp, lane):
-        chosen = uint32(1) if lane == 0 else uint32(0)
+    def consume(c, at, barrier, s, phase, item, warp, lane):
+        chosen, left = uint32(1) if lane == 0 else uint32(0), item[0]
         while left > uint32(0):
             full = uint32(barrier + s * uint32(8))
             weights = uint32(at + s * uint32(stage_bytes))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from ginfer.cuda.linear.decode import linear_decode_kernel
+from ginfer.cuda.linear.decode import NEVER, linear_decode_kernel
 from ginfer.cuda.linear.decode_mma import DecodeMmaPlan, linear_decode_mma_kernel
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
@@ -47,59 +47,53 @@ SIZES = (8_000, 1 << 20)  # tiles of a small and a large matrix
 
 @dataclass(frozen=True)
 class LinearDecodePlan(LaunchPlan):
-    """warps of M 16-row tiles each; span: k tiles in a stage of the ring; resident: blocks that
-    share a multiprocessor; wgmma: its products, else mma. Shapes are (N, K, column tiles, bytes of
-    a weight tile)."""
+    """span: k tiles in a stage of the ring; wgmma: its products, else mma; ahead: stages that are
+    asked for before the previous kernel ends. Shapes are (N, K, column tiles, bytes of a weight
+    tile)."""
 
-    warps: int
-    M: int
     span: int
     stages: int
-    resident: int = 1
     wgmma: bool = False
+    ahead: int = NEVER
 
     def supports(self, capability: str, shape: Shape) -> bool:
-        """Bulk copies of sm_90a; whole row blocks; a ring that fits; sums that registers hold."""
+        """Bulk copies of sm_90a; a ring that fits."""
         _, _, column_tiles, tile_nbytes = shape
-        row_blocks = self.warps * self.M // 8
-        stage = self.span * (row_blocks * tile_nbytes + column_tiles * 1024)
+        stage = self.span * (tile_nbytes + column_tiles * 1024)
         return (
             capability == "90a"
-            and self.warps * self.M % 8 == 0
-            and row_blocks in (1, 2)
             and self.stages >= 2
-            and stage * self.stages <= SHARED_NBYTES // self.resident
-            and row_blocks * column_tiles <= max(COLUMN_TILES)
+            and stage * self.stages <= SHARED_NBYTES
+            and column_tiles <= max(COLUMN_TILES)
             and (self.wgmma or column_tiles <= MMA_TILES)
         )
 
     @classmethod
     def default(cls, capability: str, shape: Shape) -> LinearDecodePlan:
-        """One row block; of 4-bit weights what was measured, else the longest stages of which four
-        fit, as many of them as fit."""
+        """Of 4-bit weights what was measured, else the longest stages of which four fit, as many
+        of them as fit."""
         N, K, column_tiles, tile_nbytes = shape
         wgmma = column_tiles > MMA_TILES
         if tile_nbytes == Q4_NBYTES:
             rings, tiles = Q4_RINGS[column_tiles], div_ceil(N, 128) * div_ceil(K, 64)
-            return cls(8, 1, *rings[min(most for most in rings if tiles <= most)], wgmma=wgmma)
+            return cls(*rings[min(most for most in rings if tiles <= most)], wgmma=wgmma)
         tile = tile_nbytes + column_tiles * 1024
         longest = LONGEST_SPAN[column_tiles]
         if tile_nbytes == W8_NBYTES and column_tiles <= MMA_TILES:
             longest //= 2  # two scale groups to a k tile: registers
         spans = (longest >> i for i in range(4))
         span = next(s for s in spans if 4 * s * tile <= SHARED_NBYTES)
-        return cls(8, 1, span, SHARED_NBYTES // (span * tile), wgmma=wgmma)
+        return cls(span, SHARED_NBYTES // (span * tile), wgmma=wgmma)
 
     @classmethod
     def candidates(cls, capability: str, shape: Shape) -> tuple[LinearDecodePlan, ...]:
-        """The rings of all sizes of a matrix; as many stages as fit, shorter and longer; of wide
-        launches two row blocks at once, too."""
+        """The rings of all sizes of a matrix; as many stages as fit, shorter and longer."""
         _, _, column_tiles, tile_nbytes = shape
         wide, x_nbytes = column_tiles > MMA_TILES, column_tiles * 1024
         found = [cls.default(capability, (128, 64 * tiles, *shape[2:])) for tiles in SIZES]
-        for warps, span in ((8, 4), (16, 4)) if wide else ((8, 4), (8, 8)):
-            stages = SHARED_NBYTES // (span * (warps // 8 * tile_nbytes + x_nbytes))
-            found.append(cls(warps, 1, span, stages, wgmma=wide))
+        for span in (2, 4) if wide else (4, 8):
+            stages = SHARED_NBYTES // (span * (tile_nbytes + x_nbytes))
+            found.append(cls(span, stages, wgmma=wide))
         found = list(dict.fromkeys(found))
         return tuple(p for p in found if capability == "90a" and p.supports(capability, shape))
 
@@ -135,13 +129,12 @@ def plan_kernel(plan: LaunchPlan, fmt: str, NT: int) -> Kernel:
     if isinstance(plan, DecodeMmaPlan):
         return linear_decode_mma_kernel(fmt, NT, plan.span)
     assert isinstance(plan, LinearDecodePlan)
-    p = plan
-    return linear_decode_kernel(fmt, p.warps, p.M, NT, p.span, p.stages, p.resident, p.wgmma)
+    return linear_decode_kernel(fmt, NT, plan.span, plan.stages, plan.wgmma)
 
 
 def decode_kernel(plans: PlanTable, fmt: str, shape: Shape) -> tuple[Kernel, int]:
-    """The kernel of a launch of a plan's shape, and the row blocks of 128 in one of its items."""
+    """The kernel of a launch of a plan's shape, and what it is to ask for ahead, where it can."""
     op = decode_op(plans.capability)
     plan = plans.find(op, OPS[op], shape)
-    row_blocks = plan.warps * plan.M // 8 if isinstance(plan, LinearDecodePlan) else 1
-    return plan_kernel(plan, fmt, shape[2]), row_blocks
+    ahead = plan.ahead if isinstance(plan, LinearDecodePlan) else 0
+    return plan_kernel(plan, fmt, shape[2]), ahead

@@ -69,10 +69,10 @@ class Machine:
         return block
 
     # threads
-    def run(self, function, grid, threads, shared_nbytes, arguments):
-        """Run the blocks of a grid one after the other."""
+    def run(self, function, grid, threads, shared_nbytes, arguments, *, backwards=False):
+        """Run the blocks of a grid one after the other, the last one first if backwards."""
         self.grid = grid
-        for index in range(grid):
+        for index in reversed(range(grid)) if backwards else range(grid):
             self.index = index
             self.block = bytearray(b"\xff" * (DYNAMIC + shared_nbytes))
             self.claimed, self.calls = {}, [0] * threads

@@ -315,6 +315,8 @@ _MEMORY = {
     "st_global_u64": _storer(_I64),
     "st_global_u32x4": lambda at, *v: machine.store_words(at, v),
     "st_global_f32x4": lambda at, *v: machine.store_words(at, [bits_of(x) for x in v]),
+    "ld_relaxed_u32x4": lambda at: machine.words(at, 4),
+    "st_relaxed_u32x4": lambda at, *v: machine.store_words(at, v),
     "ld_shared_u32": _shared_load("<I"),
     "ld_shared_f32": _shared_load("<f"),
     "ld_shared_u64": _shared_load("<q"),
@@ -363,6 +365,7 @@ _OTHERS = {
     "div_rn_f32": lambda a, b: f32(np.float64(f32(a)) / f32(b)),
     "div_u32": lambda a, b: a // b,
     "mul_high_u64": lambda a, b: TYPES["int64"]((a & M64) * (b & M64) >> 64),
+    "any_lane_u32": lambda value: int(value != 0),  # each lane for itself
     "first_lane_u32": _first_lane,
     "named_barrier": _named_barrier,
     "mbarrier_init": _mbarrier_init,

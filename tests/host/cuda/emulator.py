@@ -121,17 +121,19 @@ def emulated(module):
     return _loaded[module]
 
 
-def launch(item, grid, arguments):
+def launch(item, grid, arguments, **how):
     """Run a kernel of an emulated module; addresses lie in the ranges of `machine.arrays`."""
     build = emulated(item.module).__dict__[item.builder_name].__wrapped__(*item.arguments)
     values = [TYPES[t](v) for t, v in zip(item.signature, arguments, strict=True)]
-    machine.run(build.function, grid, build.threads, build.shared_nbytes, values)
+    machine.run(build.function, grid, build.threads, build.shared_nbytes, values, **how)
 
 
-def run(item, grid, *arguments):
-    """Run a kernel on arrays, which become addresses; numbers stay."""
+def run(item, grid, *arguments, backwards=False):
+    """Run a kernel on arrays, which become addresses; numbers stay. backwards: the blocks of the
+    grid, for one that waits for blocks behind it."""
     machine.arrays = []
-    launch(item, grid, [machine.own(a) if isinstance(a, np.ndarray) else a for a in arguments])
+    values = [machine.own(a) if isinstance(a, np.ndarray) else a for a in arguments]
+    launch(item, grid, values, backwards=backwards)
 
 
 class Emulator:

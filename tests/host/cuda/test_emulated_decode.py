@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from ginfer.cuda.linear.decode import linear_decode_kernel
+from ginfer.cuda.linear.decode_ring import LONG_RUN
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.sizes import div_ceil
 from scripts.pack.codecs import bf16_bits
@@ -15,9 +16,9 @@ from tests.tolerances import LINEAR_BF16, SILU_UP_BF16
 MMA, WGMMA = 0, 1
 
 
-def linear(fmt, shape, x, *, split, how, epilogue=Epilogue.STORE_F32):
-    """Result of tokens x as float32 [T, N or N / 2]. split: (whole row blocks, slices); how: warps,
-    row tiles of a warp, k tiles of a stage, mma or wgmma."""
+def linear(fmt, shape, x, *, cut, how, epilogue=Epilogue.STORE_F32):
+    """Result of tokens x as float32 [T, N or N / 2]. cut: (whole row blocks, runs), and
+    thread blocks if not one; how: k tiles of a stage, mma or wgmma."""
     payload, W = weights(fmt, *shape)
     (N, K), T, NT = W.shape, len(x), column_tiles(len(x))
     blocks, k_tiles = div_ceil(N, 128), div_ceil(K, 64)
@@ -26,56 +27,68 @@ def linear(fmt, shape, x, *, split, how, epilogue=Epilogue.STORE_F32):
     y = np.full((T, N), np.nan, np.float32)
     if epilogue == Epilogue.SILU_UP:
         y = np.full(buffer_size(T, blocks * 64), 0x7FC0, np.uint16)
-    (whole, slices), (warps, M, span, wgmma) = split, how
-    RB = warps * M // 8
-    sliced = div_ceil(blocks - whole, RB)
-    workspace = np.full(sliced * slices * RB * NT * 1024 + 1, np.nan, np.float32)
-    counters = np.zeros(blocks, np.uint32)
-    item = linear_decode_kernel(fmt, warps, M, NT, span, 2, 1, wgmma)
-    items = sliced * slices + div_ceil(whole, RB)
-    scalars = (k_tiles, blocks, whole, slices, T, N, epilogue)
-    run(item, min(items, 3), payload, buffer, y, workspace, counters, *scalars)
-    assert (counters == 0).all()
+    if epilogue == Epilogue.ADD_BF16:
+        y = np.full((T, N), 0x3F80, np.uint16)
+    (whole, runs, *grid), (span, wgmma) = cut, how
+    workspace = np.zeros((runs + blocks) * NT * 1024, np.uint32)
+    item = linear_decode_kernel(fmt, NT, span, 2, wgmma)
+    scalars = (k_tiles, blocks, whole, runs, T, N, epilogue, 1)
+    run(item, *(grid or [1]), payload, buffer, y, workspace, *scalars, backwards=True)
+    assert (workspace == 0).all()
     if epilogue == Epilogue.STORE_F32:
         return y
+    if epilogue == Epilogue.ADD_BF16:
+        return bf16_to_f32(y)
     at = offsets(T, N // 2, blocks * 64)
     assert (np.delete(y, at.reshape(-1)) & 0x7FFF == 0).all()
     return bf16_to_f32(y[at])
 
 
 @pytest.mark.parametrize(
-    ("fmt", "T", "split", "how"),
+    ("fmt", "T", "cut", "how"),
     [
-        ("Q4G64_F16S", 5, (1, 2), (8, 1, 4, MMA)),
-        ("Q4G64_F16S", 3, (2, 1), (8, 1, 8, MMA)),
-        ("Q4G64_F16S", 5, (1, 2), (8, 1, 4, WGMMA)),
-        ("Q4G64_BF16S", 9, (2, 1), (4, 2, 2, MMA)),
-        ("Q4G64_BF16S", 33, (0, 2), (8, 2, 1, WGMMA)),
-        ("W8G32_F16S", 3, (0, 2), (8, 1, 2, MMA)),
-        ("W8G32_F16S", 17, (2, 1), (8, 1, 2, WGMMA)),
-        ("BF16", 9, (0, 2), (8, 1, 2, WGMMA)),
+        ("Q4G64_F16S", 5, (1, 2), (4, MMA)),
+        ("Q4G64_F16S", 3, (2, 0), (8, MMA)),
+        ("Q4G64_F16S", 5, (1, 2), (4, WGMMA)),
+        ("Q4G64_BF16S", 9, (2, 0), (2, MMA)),
+        ("Q4G64_BF16S", 33, (0, 4), (1, WGMMA)),
+        ("W8G32_F16S", 3, (0, 3), (2, MMA)),
+        ("W8G32_F16S", 17, (2, 0), (2, WGMMA)),
+        ("BF16", 9, (0, 4), (2, WGMMA)),
     ],
     ids=str,
 )
-def test_linear_is_the_oracle(fmt, T, split, how):
+def test_linear_is_the_oracle(fmt, T, cut, how):
     shape = (136, 328)
     W = weights(fmt, *shape)[1]
     x = tokens(T, W.shape[1])
     want = x.astype(np.float64) @ W.T
-    LINEAR_BF16.check(linear(fmt, shape, x, split=split, how=how), want)
+    LINEAR_BF16.check(linear(fmt, shape, x, cut=cut, how=how), want)
 
 
-@pytest.mark.parametrize("how", [(8, 1, 4, MMA), (4, 2, 4, MMA), (8, 1, 4, WGMMA)], ids=str)
+@pytest.mark.parametrize("how", [(4, MMA), (4, WGMMA)], ids=str)
 def test_gated_rows_become_tokens_of_the_next_linear(how):
     x, fmt, shape = tokens(9, 328), "Q4G64_F16S", (96, 328)
     z = (x.astype(np.float64) @ weights(fmt, *shape)[1].T).reshape(9, -1, 2, 16)
     want = (z[:, :, 0] / (1 + np.exp(-z[:, :, 0])) * z[:, :, 1]).reshape(9, -1)
-    got = linear(fmt, shape, x, split=(0, 2), how=how, epilogue=Epilogue.SILU_UP)
+    got = linear(fmt, shape, x, cut=(0, 2), how=how, epilogue=Epilogue.SILU_UP)
     SILU_UP_BF16.check(got, want)
 
 
 def test_stages_of_every_length():
-    x = tokens(2, 1288)  # 21 k tiles: 2, 2, 4, 8, 2, 2, 1
-    want = x.astype(np.float64) @ weights("Q4G64_F16S", 32, 1288)[1].T
-    how = (8, 1, 8, MMA)
-    LINEAR_BF16.check(linear("Q4G64_F16S", (32, 1288), x, split=(1, 1), how=how), want)
+    K = 64 * LONG_RUN + 8  # k tiles: 2, 2, 4, nine times 8, 4, 1
+    x = tokens(2, K)
+    want = x.astype(np.float64) @ weights("Q4G64_F16S", 32, K)[1].T
+    LINEAR_BF16.check(linear("Q4G64_F16S", (32, K), x, cut=(1, 0), how=(8, MMA)), want)
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.STORE_F32, Epilogue.ADD_BF16])
+def test_runs_that_cross_row_blocks_are_slices_of_both(epilogue):
+    shape, x = (300, 584), tokens(3, 584)  # nine steps in five runs: 1, 2, 2, 2, 2
+    want = x.astype(np.float64) @ weights("Q4G64_F16S", *shape)[1].T
+    got = [
+        linear("Q4G64_F16S", shape, x, cut=(0, 5, grid), how=(4, MMA), epilogue=epilogue)
+        for grid in (1, 5)
+    ]
+    LINEAR_BF16.check(got[0], want + (epilogue == Epilogue.ADD_BF16))
+    assert (got[0] == got[1]).all()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ginfer.cuda.lib.fragment import tiles_of
-from ginfer.cuda.linear.decode import linear_decode_kernel
+from ginfer.cuda.linear.decode import NEVER, linear_decode_kernel
 from ginfer.cuda.linear.decode_few import linear_decode_few_kernel
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.norm import rms_norm_kernel
@@ -49,41 +49,40 @@ def results(y, T, N, epilogue):
     return y[offsets(T, N // 2, div_ceil(N, 128) * 64)] if epilogue == Epilogue.SILU_UP else y
 
 
-def linear(launch, matrix, inputs, *, split, result, few=None):
+def linear(launch, matrix, inputs, *, cut, result, few=None):
     """Result (tokens, epilogue) of a kernel on a grid; few: what a kernel for few tokens takes
     beside the rest."""
     payload, (N, K) = matrix
     (item, grid), (T, epilogue) = launch, result
     blocks, k_tiles = div_ceil(N, 128), div_ceil(K, 64)
-    whole, slices = split
-    y, counters = output(T, N, epilogue), np.zeros(blocks, np.uint32)
-    workspace = np.full((blocks + 1) * slices * 1024, np.nan, np.float32)
-    scalars = (k_tiles, blocks, whole, slices, T, N, epilogue)
+    whole, runs = cut
+    y, workspace = output(T, N, epilogue), np.zeros((blocks + runs) * 1024, np.uint32)
+    scalars = (k_tiles, blocks, whole, runs, T, N, epilogue, NEVER)
     addresses, more = few or ((), ())
-    run(item, grid, payload, inputs, y, workspace, counters, *addresses, *scalars, *more)
-    assert (counters == 0).all()
+    run(item, grid, payload, inputs, y, workspace, *addresses, *scalars, *more)
+    assert (workspace == 0).all()
     return results(y, T, N, epilogue)
 
 
 CASES = [
-    ("Q4G64_F16S", (1, 8, 1, 4, 3), 1, (1, 2), Epilogue.STORE_F32),
-    ("Q4G64_F16S", (2, 8, 1, 2, 2), 5, (1, 2), Epilogue.ADD_BF16),
-    ("Q4G64_F16S", (2, 8, 1, 2, 2), 8, (2, 1), Epilogue.SILU_UP),
-    ("Q4G64_BF16S", (2, 4, 2, 2, 2), 3, (0, 2), Epilogue.SILU_UP),
-    ("W8G32_F16S", (1, 8, 1, 2, 2), 6, (2, 1), Epilogue.STORE_F32),
-    ("BF16", (1, 8, 1, 2, 2), 2, (0, 2), Epilogue.STORE_F32),
+    ("Q4G64_F16S", (1, 4, 3), 1, (1, 2), Epilogue.STORE_F32),
+    ("Q4G64_F16S", (2, 2, 2), 5, (1, 2), Epilogue.ADD_BF16),
+    ("Q4G64_F16S", (2, 2, 2), 8, (2, 0), Epilogue.SILU_UP),
+    ("Q4G64_BF16S", (2, 2, 2), 3, (0, 3), Epilogue.SILU_UP),
+    ("W8G32_F16S", (1, 2, 2), 6, (2, 0), Epilogue.STORE_F32),
+    ("BF16", (1, 2, 2), 2, (0, 5), Epilogue.STORE_F32),
 ]
 
 
-@pytest.mark.parametrize(("fmt", "how", "T", "split", "epilogue"), CASES, ids=str)
-def test_norm_and_linear_in_one_have_the_bits_of_two(fmt, how, T, split, epilogue):
+@pytest.mark.parametrize(("fmt", "how", "T", "cut", "epilogue"), CASES, ids=str)
+def test_norm_and_linear_in_one_have_the_bits_of_two(fmt, how, T, cut, epilogue):
     shape = (200 if epilogue != Epilogue.SILU_UP else 160, 576)
     matrix, rows = (weights(fmt, *shape)[0], shape), Rows(T, shape[1], chosen=T % 2 == 0)
-    common = {"split": split, "result": (T, epilogue)}
-    plain = linear_decode_kernel(fmt, 8, 1, 1, 2, 2, 1, 0)
-    want = linear((plain, 2), matrix, rows.normed, **common)
-    item, few = linear_decode_few_kernel(fmt, *how, 1), rows.few(takers=2)
-    assert (linear((item, 2), matrix, rows.x, **common, few=few) == want).all()
+    common = {"cut": cut, "result": (T, epilogue)}
+    plain = linear_decode_kernel(fmt, 1, 2, 2, 0)
+    want = linear((plain, 1), matrix, rows.normed, **common)
+    item, few = linear_decode_few_kernel(fmt, *how, 1), rows.few(takers=1)
+    assert (linear((item, 1), matrix, rows.x, **common, few=few) == want).all()
     item = linear_decode_few_kernel(fmt, *how, 0)
     few = ((0, 0, 0, 0), (1, 0, 0, EPS))
     assert (linear((item, 1), matrix, rows.normed, **common, few=few) == want).all()
@@ -95,12 +94,12 @@ def test_a_small_matrix_beside_has_the_bits_of_its_own_launch(slices):
     rows, common = Rows(T, K), {"result": (T, Epilogue.STORE_F32)}
     matrix = (weights("Q4G64_F16S", N, K)[0], (N, K))
     other = (weights("BF16", other_N, K)[0], (other_N, K))
-    plain = linear_decode_kernel("BF16", 8, 1, 1, 2, 2, 1, 0)
-    want = linear((plain, 1), other, rows.normed, split=(0, slices), **common)
-    plain = linear_decode_kernel("Q4G64_F16S", 8, 1, 1, 2, 2, 1, 0)
-    first = linear((plain, 1), matrix, rows.normed, split=(1, 2), **common)
+    plain = linear_decode_kernel("BF16", 1, 2, 2, 0)
+    want = linear((plain, 1), other, rows.normed, cut=(0, slices), **common)
+    plain = linear_decode_kernel("Q4G64_F16S", 1, 2, 2, 0)
+    first = linear((plain, 1), matrix, rows.normed, cut=(1, 2), **common)
     y = output(T, other_N, Epilogue.STORE_F32)
-    item = linear_decode_few_kernel("Q4G64_F16S", 2, 4, 2, 2, 2, 1)
+    item = linear_decode_few_kernel("Q4G64_F16S", 2, 2, 2, 1)
     few = rows.few(takers=1, beside=(other[0], y, other_N, slices))
-    assert (linear((item, 3), matrix, rows.x, split=(1, 2), **common, few=few) == first).all()
+    assert (linear((item, 3), matrix, rows.x, cut=(1, 2), **common, few=few) == first).all()
     assert (y == want).all()

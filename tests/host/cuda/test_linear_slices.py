@@ -1,10 +1,10 @@
-"""Slices of K: fixed for the models' shapes, legal for every shape."""
+"""How K is cut: fixed for the models' shapes, legal for every shape."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ginfer.cuda.linear.decode_launch import column_tiles, k_slices, scratch_nbytes
+from ginfer.cuda.linear.decode_launch import SMS, column_tiles, k_runs, k_slices, scratch_nbytes
 from ginfer.sizes import div_ceil
 
 
@@ -23,6 +23,35 @@ from ginfer.sizes import div_ceil
 )
 def test_slices_of_real_shapes_are_part_of_the_numbers(shape, want):
     assert k_slices(*shape) == want
+
+
+@pytest.mark.parametrize(
+    ("shape", "want"),
+    [
+        ((34816, 5120), (264, 80)),
+        ((16384, 5120), (128, 0)),
+        ((14336, 5120), (112, 0)),
+        ((5120, 17408), (0, 132)),
+        ((5120, 6144), (0, 120)),
+        ((248320, 5120), (1940, 0)),
+        ((96, 5120), (0, 10)),
+        ((128, 64), (1, 0)),
+    ],
+)
+def test_runs_of_real_shapes_are_part_of_the_numbers(shape, want):
+    assert k_runs(*shape) == want
+
+
+@given(N=st.integers(1, 300_000), K=st.integers(1, 40_000))
+def test_runs_are_legal_for_every_shape(N, K):
+    """A run has at least a step and at most a row block, so that it crosses one border at most."""
+    whole, runs = k_runs(N, K)
+    cut, steps = div_ceil(N, 128) - whole, div_ceil(K, 256)
+    assert cut >= 0
+    assert cut <= runs <= cut * steps
+    assert runs * cut * steps < 1 << 32
+    assert cut == 0 or runs >= 2 * cut or runs == SMS
+    assert scratch_nbytes(N, K)[0] >= (runs + cut - 1) * 64 * 128 * 4
 
 
 @given(N=st.integers(1, 300_000), K=st.integers(1, 40_000))
