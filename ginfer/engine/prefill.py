@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ginfer.spec import ModelSpec
 
 _FIXED_S, _WORK_S = 0.005, 100e-6  # a first guess; one chunk corrects it
+_WITHIN = 0.95  # of a pause that a predicted time fills: some chunks take longer
 
 
 class PrefillQueue:
@@ -35,7 +36,7 @@ class PrefillQueue:
     ) -> None:
         self.jobs: list[Job] = []
         self._goes_on = goes_on
-        self._pause_s, self._most = pause_ms / 1e3, plan.max_columns
+        self._pause_s, self._most = _WITHIN * pause_ms / 1e3, plan.max_columns
         packed = plan.kv is not KvCodec.BF16
         self._pages = plan.max_pages_per_row + plan.num_rows if packed else None
         self._clock = ChunkClock(ChunkCost(_FIXED_S, _WORK_S, pair_share(spec)))
