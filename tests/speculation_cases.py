@@ -83,6 +83,8 @@ def check_next_turns(plain, drafting):
     """Stop tokens, stop strings and limits end answers inside rounds; what the cache keeps then is
     what plain decode would have kept, drafter context included."""
     rng = np.random.default_rng(8)
+    for engine in (plain, drafting):  # a full cache may drop what is short, at different times
+        engine.between_rounds(lambda cache, backend: cache.clear())
     for i, name in enumerate(QUICK[:6]):
         ids = CASES[name]["prompt_ids"]
         limit = (96, 7, 12)[i % 3]
