@@ -198,7 +198,6 @@ def append_kernel(F: int, packed: int, early: int):  # type: ignore[no-untyped-d
         eps,
     ):
         words = cuda.local.array(WORDS, uint32)
-        start()
         t = div_u32(uint32(cuda.blockIdx.x), blocks)
         thread = uint32(cuda.threadIdx.x)
         lane = uint32(thread & uint32(7))
@@ -212,6 +211,7 @@ def append_kernel(F: int, packed: int, early: int):  # type: ignore[no-untyped-d
         w = (w_q if head < H else w_k) + int64(lane) * 32
         angles = rope + int64(t) * (8 * F) + int64(lane & uint32(span - 1)) * 32
         wait()
+        start()  # not before: K/V that is asked for early holds up the linear in front
         _fetch(words, at)
         norm_rotate(words, w, angles, lane, eps, head < H + G)
         if exists and head < H:

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.queue import Queue
 
 WORDS = WIDTH // 2  # of two channels in a head
-LEAST_ROWS = 4  # fewer are faster in two kernels: the state that is read early takes bandwidth
+LEAST_ROWS = 2  # one is as fast in two kernels
 
 
 @kernel(*(int64,) * 12, *(uint32,) * 4, float32)
@@ -107,7 +107,6 @@ def gdn_column_kernel(early: int):  # type: ignore[no-untyped-def]
         s, f = cuda.local.array(HELD, float32), cuda.local.array(num_factors, float32)
         p, o = cuda.local.array(4, float32), cuda.local.array(4, float32)
         z = cuda.local.array(2, uint32)
-        start()
         thread = uint32(cuda.threadIdx.x)
         warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
         row = div_u32(uint32(cuda.blockIdx.x), HV)
@@ -140,6 +139,7 @@ def gdn_column_kernel(early: int):  # type: ignore[no-untyped-def]
             f[4] = ld_global_f32(gates + int64(h) * 4)
             f[5] = ld_global_f32(gates + int64(HV + h) * 4)
         wait()
+        start()  # not before: weights that are asked for early hold up the linear in front
         mix += int64(t) * W * 2
         if part < uint32(3):
             e = ld_global_u32(mix + c * 2)

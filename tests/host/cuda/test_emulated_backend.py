@@ -8,7 +8,6 @@ import pytest
 from ginfer.backend import MemoryPlan
 from ginfer.batch import ForwardBatch, Phase, SelectionBatch
 from ginfer.cpu.backend import CpuBackend
-from ginfer.cuda import blocks
 from ginfer.cuda.backend import CudaBackend
 from ginfer.engine.memory import page_nbytes
 from ginfer.models import qwen
@@ -79,7 +78,6 @@ def run(spec, image, batch):
 def pair(monkeypatch):
     """(spec, CPU image, emulated CUDA image) with the same weights."""
     install(monkeypatch)
-    monkeypatch.setattr(blocks, "LEAST_ROWS", 2)
     model = TwoLayers(**asdict(MODELS[0]))
     spec, images = model.spec, []
     plan = MemoryPlan(
