@@ -117,6 +117,7 @@ def test_what_is_left_behind_a_snapshot_goes_on_in_the_same_chunk(ahead):
         assert prefill._goes_on
         for goes_on in (False, True):
             prefill._goes_on = goes_on
+            prefill._limits.clear()
             engine.between_rounds(lambda cache, _: cache.clear())
             first, chunks = together(engine, turns())
             second, _ = together(engine, turns(1, 2, 3))
