@@ -9,6 +9,7 @@ from ginfer.backend import MemoryPlan
 from ginfer.batch import ForwardBatch, Phase, SelectionBatch
 from ginfer.cpu.backend import CpuBackend
 from ginfer.cuda.backend import CudaBackend
+from ginfer.cuda.frame import slots_apart
 from ginfer.engine.memory import page_nbytes
 from ginfer.models import qwen
 from ginfer.spec import LayerKind
@@ -96,6 +97,13 @@ def pair(monkeypatch):
     for image in images:
         image.close()
         image.close()
+
+
+def test_slots_are_apart_where_none_is_both_read_and_written():
+    one = batch(Phase.DECODE, [1, 2], [1, 1], [4, 4], [[0], [1]])
+    assert not slots_apart(one)
+    assert not slots_apart(replace(one, state_out=one.state_in[::-1].copy()))
+    assert slots_apart(replace(one, state_out=one.state_in + np.int32(2)))
 
 
 def test_prompts_and_rounds_equal_the_cpu_image_within_bf16(pair):
