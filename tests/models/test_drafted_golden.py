@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,7 +24,11 @@ from ginfer.models.qwen import QWEN_DEMO
 from ginfer.spec import LayerKind
 from scripts.pack import packer
 from scripts.pack.sources import Checkpoint
+from tests.drafted import DRAFTER
 from tests.models.program import Program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = [
     pytest.mark.long,
@@ -92,13 +97,28 @@ class Drafted:
         return ids
 
 
-def test_q4_drafter_takes_few_more_rounds_than_the_bf16_one(tmp_path: Path) -> None:
-    folder = Path(DEMO_CHECKPOINT.read())
-    path, profile = tmp_path / "p.ginfer", PROFILES["groupwise-int-dflash2-q4"]
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Package]:
+    """What the packer makes of both checkpoints."""
+    folder, path = Path(DEMO_CHECKPOINT.read()), tmp_path_factory.mktemp("drafted") / "p.ginfer"
     with Checkpoint(folder, folder.with_name(f"{folder.name}-dflash2")) as checkpoint:
+        profile = PROFILES["groupwise-int-dflash2-q4"]
         packer.pack(checkpoint, path, QWEN_DEMO, profile=profile, progress=lambda *_: None)
+    with Package.open(path) as opened:
+        yield opened
+
+
+def test_the_drafter_of_the_tests_is_what_the_packer_makes(package: Package) -> None:
+    with Package.open(DRAFTER) as kept:
+        assert kept.identity == package.identity
+        names = [t.name for t in package.tensors if t.name.startswith("dflash2/")]
+        assert [t.name for t in kept.tensors] == names
+        for name in names:
+            assert np.array_equal(kept.tensor(name).data, package.tensor(name).data), name
+
+
+def test_q4_drafter_takes_few_more_rounds_than_the_bf16_one(package: Package) -> None:
     golden = json.loads((ROOT / "tests" / "golden" / "chat_groupwise_int.json").read_text())
-    with Package.open(path) as package:
-        drafted = Drafted(package)
-        taken = sum(drafted.rounds(c["prompt_ids"], c["greedy_ids"]) for c in golden["cases"])
+    drafted = Drafted(package)
+    taken = sum(drafted.rounds(c["prompt_ids"], c["greedy_ids"]) for c in golden["cases"])
     assert 0.95 * taken <= REPORTED_ROUNDS
