@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ginfer.spec import ModelSpec
 
 _FIXED_S, _WORK_S = 0.005, 100e-6  # a first guess; one chunk corrects it
-_WITHIN = 0.95  # of a pause that a predicted time fills: some chunks take longer
+_WITHIN = 0.94  # of a pause that a predicted time fills: some chunks take longer
 
 
 class PrefillQueue:
