@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ginfer.spec import DrafterSpec
 
 MAX_COLUMNS = 128  # of a block of all rows, and of a decode forward
-MAX_ASIDE = 64  # columns that are set aside
+MAX_ASIDE = MAX_COLUMNS  # columns that are set aside
 
 
 @dataclass(frozen=True, kw_only=True)
