@@ -26,11 +26,12 @@ from numba.cuda.core.errors import (  # type: ignore[import-not-found]
 from numba.cuda.core.rewrites import rewrite_registry  # type: ignore[import-not-found]
 from numba.cuda.core.targetconfig import ConfigStack  # type: ignore[import-not-found]
 from numba.cuda.lowering import CUDALower  # type: ignore[import-not-found]
+from numba.cuda.np import arrayobj as arrays  # type: ignore[import-not-found]
 from numba.cuda.typing.context import (  # type: ignore[import-not-found]
     BaseContext as TypingContext,
 )
 
-from ginfer.cuda.runtime import lowering
+from ginfer.cuda.runtime import lowering, structures
 from ginfer.cuda.runtime.inliner import inline_function
 
 _run_ssa = ssa._run_ssa
@@ -213,6 +214,11 @@ REPLACED = (
     (CUDALower, "storevar", lowering.store_variable),
     (CUDALower, "delvar", lowering.delete_variable),
     (CUDALower, "alloca_lltype", lowering.allocate_variable),
+    (structures.Structure, "__init__", structures.make),
+    (structures.Structure, "__getitem__", structures.item),
+    (structures.Structure, "_getvalue", structures.whole),
+    (structures.Structure, "__getattr__", structures.attribute),
+    (arrays, "make_array", structures.make_array),
 )
 
 
