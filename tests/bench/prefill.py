@@ -189,7 +189,7 @@ def measure_parts(engine: Engine, tokens: int, ceiling: float) -> Figures:
     print(f"{name}: {eager:.0f} ms,", ", ".join(f"{p} {v:.0f}" for p, v in ms.items()), end="; ")
     print(f"host {host:.0f} ms, the first chunk as a graph {first.graph:.1f} of {first.eager:.1f}")
     return {
-        **{f"{name}.{part}_ms": (value, "ms") for part, value in ms.items()},
+        **{f"{name}.{part}_ms": (ms[part], "ms") for part in PARTS},
         f"{name}.host_share": (host / eager, "fraction"),
         f"{name}.gdn_share": (ms["gdn"] / eager, "fraction"),
         f"{name}.cublas_fraction": (flops * tokens / eager * 1e3 / ceiling, "fraction of cuBLAS"),
