@@ -1,4 +1,4 @@
-"""Warpgroup products for a few tokens: two sets of sums, each scaled into FP32 values of a thread.
+"""Warpgroup products for a few tokens: sets of sums, each scaled into FP32 values of a thread.
 
 A warpgroup multiplies a 64 x 16 fragment of A in registers by 8 NT tokens in shared memory. The
 4 NT sums per thread of a set are named registers, so that one set is scaled and added while the
@@ -19,6 +19,7 @@ from numba import cuda, int64
 
 from ginfer.cuda.lib.ptx import ptx_op
 
+SETS = ("first", "second", "third")
 STEP = 16  # of a descriptor from one k16 step to the next
 TILE = 64  # and from one tile of 8 tokens to the next
 
@@ -38,13 +39,13 @@ class ScaledSums:
 
 @cache
 def declare_sums(NT: int) -> Any:
-    """The statement that makes both sets known to those after it."""
-    return ptx_op(f".reg .f32 even<{4 * NT}>, odd<{4 * NT}>;")
+    """The statement that makes all sets known to those after it."""
+    return ptx_op(f".reg .f32 {', '.join(f'{name}<{4 * NT}>' for name in SETS)};")
 
 
 @cache
 def scaled_sums(name: str, NT: int) -> ScaledSums:
-    """The statements of set "even" or "odd" for NT tiles of 8 tokens, a power of two up to 8."""
+    """The statements of one of SETS for NT tiles of 8 tokens, a power of two up to 8."""
     names = ",".join(f"{name}{i}" for i in range(4 * NT))
     multiply = ptx_op(
         "{ .reg .pred keep; setp.ne.u32 keep, $5, 0; "

@@ -101,15 +101,15 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
     factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(1, NT, consumers)
     declare, tiles_of = declare_sums(NT), stage_tiles(span, wgmma)
     consume = (consume_by_wgmma if wgmma else consume_by_mma)(fmt, NT, form)
-    send, finish = sender(sums, consumers), finisher(NT)
+    send, finish, add_bf16 = sender(sums, consumers), finisher(NT), int(Epilogue.ADD_BF16)
     stream_weights = stream(form, tiles_of, tokens=False)
     stream_tokens = stream(form, tiles_of, tokens=True)
 
     @cuda.jit(device=True, inline="always")
-    def work(c, y, workspace, ring, barrier, item, step, cut, mine, how):
+    def work(c, y, workspace, ring, barrier, item, cut, mine, how):
         s, phase = uint32(0), uint32(0)
         thread, warp, lane = mine
-        stay, items = end_of_items(cut, step)
+        stay, items = end_of_items(cut)
         while item < items:
             block, first, left, before, after, slot = place(item, cut)
             for i in range(sums):
@@ -124,7 +124,7 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
                 send(c, workspace, slot, thread)
             elif have != uint32(NOTHING):
                 finish(c, y, workspace, block, have, cut, mine, how)
-            item = following(item, step)
+            item = following(item, cut[4])
 
     @cuda.jit(fastmath=True, launch_bounds=(threads, 1))
     def linear_decode(w, x, y, workspace, k_tiles, blocks, whole, runs, T, N, epilogue, ahead):
@@ -138,24 +138,25 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
                 mbarrier_init(uint32(barrier + empty + s * 8), uint32(WARPS))
             fence_async_proxy()
         cuda.syncthreads()
-        let_next_kernel_start()
-        cut, step = (k_tiles, blocks, whole, runs), uint32(cuda.gridDim.x)
+        if NT > 1 or epilogue != uint32(add_bf16):
+            let_next_kernel_start()  # else its weights take bandwidth from the last of these
+        cut = (k_tiles, blocks, whole, runs, uint32(cuda.gridDim.x))
         item = uint32(uint32(2) * uint32(cuda.blockIdx.x))
-        items = uint32(uint32(2) * uint32(runs + whole))
         if warp == uint32(WARPS):
             if lane == 0:
-                stream_weights(w, ring, barrier, item, step, items, cut, ahead)
+                stream_weights(w, ring, barrier, item, cut, ahead)
+                let_next_kernel_start()
         elif warp > uint32(WARPS):
             if lane == 0:
                 wait_for_previous_kernel()
-                stream_tokens(x, ring, barrier, item, step, items, cut, uint32(NEVER))
+                stream_tokens(x, ring, barrier, item, cut, uint32(NEVER))
         else:
             wait_for_previous_kernel()
             if wgmma:
                 declare()
             c = cuda.local.array(sums, float32)
             how = (uint32(ring + uint32(ring_bytes)), T, N, epilogue, uint32(1))
-            work(c, y, workspace, ring, barrier, item, step, cut, (thread, warp, lane), how)
+            work(c, y, workspace, ring, barrier, item, cut, (thread, warp, lane), how)
 
     shared = ring_bytes + room_bytes + ALIGNMENT
     return Build(linear_decode, threads, max(shared, ALONE_NBYTES))

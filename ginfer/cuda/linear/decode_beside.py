@@ -99,7 +99,7 @@ def row_tiles(warps: int, meet: int) -> Any:
             s, at = warp, w + int64(row_tile) * ROW_TILE_NBYTES
             while s < slices:
                 _, first, count, _, _, _ = place(
-                    uint32(s * uint32(2)), (k_tiles, uint32(1), uint32(0), slices)
+                    uint32(s * uint32(2)), (k_tiles, uint32(1), uint32(0), slices, uint32(1))
                 )
                 add_slice(c, at, tokens, first, count, lane)
                 for i in range(4):

@@ -45,6 +45,7 @@ from ginfer.cuda.linear.decode_tokens import (
     row_factors,
     row_norm,
 )
+from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 
@@ -68,7 +69,7 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
     words, empty, ring_bytes = 2 * stages, stages * 8, stages * form.stage_bytes
     factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(1, 1, consumers)
     all_words, arrivals = groups * words, 1 if norm else 2
-    tiles_of = stage_tiles(span, 0)
+    tiles_of, silu_up = stage_tiles(span, 0), int(Epilogue.SILU_UP)
     consume_rows, consume = consume_resident(fmt, form), consume_by_mma(fmt, 1, form)
     send, finish = sender(4, consumers), finisher(1)
     stream_weights = stream(form, tiles_of, tokens=False)
@@ -79,10 +80,10 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
     rooms_at = tokens_bytes + groups * ring_bytes
 
     @cuda.jit(device=True, inline="always")
-    def work(c, y, workspace, at, barrier, tokens, mine, items, cut, how):
-        """The items of a group: first, step. mine: its thread, warp and lane."""
-        (item, step), (thread, warp, lane) = items, mine
-        stay, end = end_of_items(cut, step)
+    def work(c, y, workspace, at, barrier, tokens, mine, item, cut, how):
+        """The items of a group, from `item` on. mine: its thread, warp and lane."""
+        thread, warp, lane = mine
+        stay, end = end_of_items(cut)
         s, phase = uint32(0), uint32(0)
         while item < end:
             block, first, left, before, after, slot = place(item, cut)
@@ -102,7 +103,7 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
                 send(c, workspace, slot, thread)
             elif have != uint32(NOTHING):
                 finish(c, y, workspace, block, have, cut, mine, how)
-            item = following(item, step)
+            item = following(item, cut[4])
 
     @cuda.jit(fastmath=True, launch_bounds=(threads, 1))
     def linear_decode_few(
@@ -140,14 +141,14 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
                     mbarrier_init(uint32(at + uint32(empty)), uint32(WARPS))
             fence_async_proxy()
         cuda.syncthreads()
-        let_next_kernel_start()
+        if epilogue != uint32(silu_up):
+            let_next_kernel_start()  # else its weights take bandwidth from the last of these
         producer, group = uint32(warp - uint32(groups * WARPS)), uint32(warp // uint32(WARPS))
         if warp >= uint32(groups * WARPS):
             group = producer
             if producer >= uint32(groups):
                 group = uint32(producer - uint32(groups))
-        cut, step = (k_tiles, blocks, whole, runs), uint32(takers * uint32(groups))
-        end = uint32(uint32(2) * uint32(runs + whole))
+        cut = (k_tiles, blocks, whole, runs, uint32(takers * uint32(groups)))
         item = uint32(uint32(2) * uint32(index + group * takers))
         if index >= takers:
             item = uint32(uint32(2) * uint32(runs + blocks))
@@ -155,10 +156,11 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
         barrier = uint32(barriers + group * uint32(words * 8))
         if warp >= uint32(groups * WARPS):
             if lane == 0 and producer < uint32(groups):
-                stream_weights(w, ring, barrier, item, step, end, cut, ahead)
+                stream_weights(w, ring, barrier, item, cut, ahead)
+                let_next_kernel_start()
             elif lane == 0:
                 wait_for_previous_kernel()
-                stream_tokens(x, ring, barrier, item, step, end, cut, uint32(NEVER))
+                stream_tokens(x, ring, barrier, item, cut, uint32(NEVER))
         else:
             tokens = uint32(0)
             if norm:
@@ -174,7 +176,7 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
             room = uint32(base + uint32(rooms_at) + group * uint32(room_bytes))
             mine = (uint32(thread & uint32(255)), uint32(warp & uint32(7)), lane)
             how = (room, T, N, epilogue, uint32(group + uint32(1)))
-            work(c, y, workspace, ring, barrier, tokens, mine, (item, step), cut, how)
+            work(c, y, workspace, ring, barrier, tokens, mine, item, cut, how)
             if norm and index >= takers:
                 shares = uint32(index - takers), uint32(cuda.gridDim.x - takers)
                 at = uint32(base + uint32(tokens_bytes))

@@ -57,7 +57,7 @@ class FewPlan(LaunchPlan):
         room = (SHARED_NBYTES - NBYTES) // shape[2]
         if room >= 32:
             tiles = div_ceil(shape[0], 128) * div_ceil(shape[1], 64)
-            return cls(2, 2, 6, ahead=3 if tiles > 16_000 else NEVER)
+            return cls(2, 2, 6, ahead=2 if tiles > 16_000 else NEVER)
         span = next(s for s in (8, 4, 2) if 4 * s <= room)
         return cls(1, span, room // span)
 

@@ -3,7 +3,8 @@
 Row blocks of 128 from `whole` on are dealt evenly: their steps of 256 columns, one block behind the
 other, are cut into `runs` of one length, give or take a step. A run that goes on in the next row
 block is two slices. Items are taken in turns: runs, whose second part is what lies beyond the
-border; whole row blocks; and collections, one for each row block that is cut.
+border; whole row blocks, one for each who takes items; collections, one for each row block that is
+cut, behind which the weights of what follows are on their way; the other whole row blocks.
 
 A slice's sums go to a slot, word by word. A free word is zero and a sum is not (minus zero stands
 for zero), so that each word says itself that it has come. A collection waits for the words of all
@@ -11,7 +12,8 @@ slices, adds them in ascending order to zero and frees them. Nobody waits who ha
 Where nothing follows the runs and nobody takes two, collections need no items of their own: who has
 the first slice of a row block, which is the end of its run, keeps it and waits for the others.
 
-Legend: c: a thread's sums. cut: k tiles, row blocks, those that are whole, runs.
+Legend: c: a thread's sums. cut: k tiles, row blocks, those that are whole, runs, how many take
+items.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from ginfer.cuda.lib.ptx import (
 
 STEP_TILES = 4  # slices of K begin at multiples of 256 columns
 AT_ONCE = 16  # sums of a slot that a thread waits for together
-SLICES_AT_ONCE = 4
+SLICES_AT_ONCE = 5
 ALL, SEND, NOTHING = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
 
 
@@ -39,11 +41,15 @@ ALL, SEND, NOTHING = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
 def place(item, cut):
     """(row block, first k tile, k tiles, those of the run before and after them, slot) of an item;
     no k tiles: nothing to multiply."""
-    k_tiles, blocks, whole, runs = cut
+    k_tiles, blocks, whole, runs, step = cut
     turn, part, zero = uint32(item >> uint32(1)), uint32(item & uint32(1)), uint32(0)
     if turn >= runs:
-        left = k_tiles if part == zero and turn < uint32(runs + whole) else zero
-        return uint32(turn - runs), zero, left, zero, zero, zero
+        block, first, left = uint32(turn - runs), min(whole, step), k_tiles
+        if block >= uint32(first + blocks - whole):
+            block = uint32(block - uint32(blocks - whole))
+        elif block >= first:
+            block, left = uint32(block - first + whole), zero
+        return block, zero, left if part == zero else zero, zero, zero, zero
     steps = uint32((k_tiles + uint32(STEP_TILES - 1)) // uint32(STEP_TILES))
     total = uint32(uint32(blocks - whole) * steps)
     begin = div_u32(uint32(turn * total), runs)
@@ -70,9 +76,9 @@ def following(item, step):
 
 
 @cuda.jit(device=True, inline="always")
-def end_of_items(cut, step):
+def end_of_items(cut):
     """(whether first slices stay with who has them, the end of all items)."""
-    _, blocks, whole, runs = cut
+    _, blocks, whole, runs, step = cut
     stay = whole == uint32(0) and runs <= step
     return stay, uint32(uint32(2) * (runs if stay else uint32(runs + blocks)))
 
@@ -93,7 +99,7 @@ def duty(item, first, left, cut, stay):
 @cuda.jit(device=True, inline="always")
 def slots(block, cut):
     """(first slot, slices) of a row block that is cut."""
-    k_tiles, blocks, whole, runs = cut
+    k_tiles, blocks, whole, runs, _ = cut
     j = uint32(block - whole)
     steps = uint32((k_tiles + uint32(STEP_TILES - 1)) // uint32(STEP_TILES))
     total = uint32(uint32(blocks - whole) * steps)
@@ -137,13 +143,16 @@ def collector(sums: int, threads: int) -> Any:
             while done < slices:
                 waiting = uint32(1)
                 while waiting != uint32(0):
+                    for i in range(num_words):
+                        words[i] = uint32(1)
                     for b in range(SLICES_AT_ONCE):
-                        slot = min(uint32(done + uint32(b)), last)
-                        for i in range(quarters):
-                            source = at + int64(slot) * slot_bytes + i * (threads * 16)
-                            q = ld_relaxed_u32x4(source)
-                            for k in range(4):
-                                words[b * count + 4 * i + k] = q[k]
+                        slot = uint32(done + uint32(b))
+                        if slot <= last:
+                            for i in range(quarters):
+                                source = at + int64(slot) * slot_bytes + i * (threads * 16)
+                                q = ld_relaxed_u32x4(source)
+                                for k in range(4):
+                                    words[b * count + 4 * i + k] = q[k]
                     waiting = zero
                     for i in range(num_words):
                         waiting = uint32(1) if words[i] == zero else waiting

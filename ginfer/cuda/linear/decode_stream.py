@@ -1,7 +1,7 @@
 """Producer lanes of the decode linear on sm_90: bulk copies of an item's k tiles into a ring.
 
-Legend: items and cut are those of `decode_runs`; who multiplies has a ring and takes the items
-first, first + step, ...
+Legend: items and cut are those of `decode_runs`; who multiplies takes every step-th of them, and
+has a ring.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ginfer.cuda.lib.ptx import (
     wait_for_previous_kernel,
 )
 from ginfer.cuda.linear.decode_ring import advance_stage
-from ginfer.cuda.linear.decode_runs import following, place
+from ginfer.cuda.linear.decode_runs import end_of_items, following, place
 
 if TYPE_CHECKING:
     from ginfer.cuda.linear.decode_ring import Ring
@@ -30,8 +30,9 @@ def stream(form: Ring, tiles_of: Any, *, tokens: bool) -> Any:
     tile_bytes, skip = (form.x_bytes, form.weight_bytes) if tokens else (form.tile_bytes, 0)
 
     @cuda.jit(device=True, inline="always")
-    def copy(everything, ring, barrier, item, step, items, cut, ahead):
+    def copy(everything, ring, barrier, item, cut, ahead):
         s, phase, begun = uint32(0), uint32(1), uint32(0)
+        _, items = end_of_items(cut)
         while item < items:
             block, first, left, before, after, _ = place(item, cut)
             tile = int64(first)
@@ -52,6 +53,6 @@ def stream(form: Ring, tiles_of: Any, *, tokens: bool) -> Any:
                 source += int64(num_bytes)
                 left, before = uint32(left - count), uint32(before + count)
                 s, phase = advance(s, phase)
-            item = following(item, step)
+            item = following(item, cut[4])
 
     return copy

@@ -1,92 +1,108 @@
 """wgmma products of the decode linear on sm_90, for 17 tokens and more, in the order of mma's.
 
 A scale group of a row tile is one chain of products, as in `decode_multiply`, and has its bits. The
-chains of a stage take turns in two sets of sums: while one is under way, the next is unpacked and
-follows it at once, and only then is the first waited for and added. Nothing is under way between
-stages, or ptxas would wait after every single product.
+chains of a stage take turns in a few sets of sums: while some are under way, the next is unpacked
+and follows them at once, and only then is the first waited for and added. Nothing is under way
+between stages, or ptxas would wait after every single product.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, uint32
+from numba import cuda, float32, uint32
 
 from ginfer.cuda.lib.ptx import mbarrier_arrive_if, mbarrier_wait
 from ginfer.cuda.lib.wgmma import wgmma_commit, wgmma_fence, wgmma_wait
-from ginfer.cuda.lib.wgmma_scaled import STEP, TILE, scaled_sums, tokens_descriptor
+from ginfer.cuda.lib.wgmma_scaled import (
+    SETS,
+    STEP,
+    TILE,
+    ScaledSums,
+    scaled_sums,
+    tokens_descriptor,
+)
 from ginfer.cuda.linear.decode_ring import Ring, advance_stage
 from ginfer.cuda.linear.unpack import UNPACK
 
+# A step is a device function step(c, a, s, tile, row, lane, x). a: operands of as many chains as
+# are under way; s: two scales of each chain of a stage.
 
-def _chain_starter(fmt: str, NT: int, sums: Any, place: tuple[int, int]) -> Any:
-    """Device function start(a, tile, row, lane, x): unpack a chain into a, begin its products, and
-    return its scales. place: k tile and group of the chain, from tile and x on."""
+
+def _start(fmt: str, NT: int, sums: ScaledSums, chain: tuple[int, int, int, int]) -> Any:
+    """The step that unpacks a chain and begins its products. chain: its index, k tile and group,
+    and where its operands are in a."""
     f, product = UNPACK[fmt], sums.multiply
     load, codes, scales, words, steps = f.load, f.codes, f.scales, f.words, 4 // f.groups
-    k, group = place
+    index, k, group, at = chain
     tile_at, first = k * f.tile_nbytes, group * steps
     tokens_at = k * NT * TILE + first * STEP
 
     @cuda.jit(device=True, inline="always")
-    def start(a, tile, row, lane, x):
-        v = cuda.local.array(words, uint32)
-        at = uint32(tile + uint32(tile_at))
-        load(v, 0, at, row, lane)
+    def start(c, a, s, tile, row, lane, x):
+        v, here = cuda.local.array(words, uint32), uint32(tile + uint32(tile_at))
+        load(v, 0, here, row, lane)
         for j in range(steps):
             r = codes(v, 0, first + j)
             for i in range(4):
-                a[4 * j + i] = r[i]
-        low, high = scales(at, row, lane, uint32(group))
+                a[at + 4 * j + i] = r[i]
+        low, high = scales(here, row, lane, uint32(group))
+        s[2 * index] = low
+        s[2 * index + 1] = high
         wgmma_fence()
         for j in range(steps):
-            i, tokens = 4 * j, x + tokens_at + j * STEP
+            i, tokens = at + 4 * j, x + tokens_at + j * STEP
             product(a[i], a[i + 1], a[i + 2], a[i + 3], tokens, uint32(j))
         wgmma_commit()
-        return low, high
 
     return start
+
+
+def _finish(sums: ScaledSums, index: int, under_way: int) -> Any:
+    """The step that waits for all but so many chains, and adds the sums of one."""
+    wait, add_scaled = wgmma_wait(under_way), sums.add
+
+    @cuda.jit(device=True, inline="always")
+    def finish(c, a, s, tile, row, lane, x):
+        wait()
+        add_scaled(c, 0, s[2 * index], s[2 * index + 1])
+
+    return finish
+
+
+def _in_turn(steps: list[Any]) -> Any:
+    """The step that takes those."""
+    first = steps[0]
+    if len(steps) == 1:
+        return first
+    rest = _in_turn(steps[1:])
+
+    @cuda.jit(device=True, inline="always")
+    def both(c, a, s, tile, row, lane, x):
+        first(c, a, s, tile, row, lane, x)
+        rest(c, a, s, tile, row, lane, x)
+
+    return both
 
 
 def by_wgmma(fmt: str, NT: int, span: int) -> Any:
     """As by_mma: a device function multiply(c, weights, tokens, warp, lane)."""
     groups, num_a = UNPACK[fmt].groups, 16 // UNPACK[fmt].groups
     places = [(k, g) for k in range(span) for g in range(groups)]
-    sets = [scaled_sums(("even", "odd")[i % 2], NT) for i in range(len(places))]
-    starts = [_chain_starter(fmt, NT, *chain) for chain in zip(sets, places, strict=True)]
-    wait_but_one, wait_all, begin = wgmma_wait(1), wgmma_wait(0), starts[0]
-
-    def follow(i: int) -> Any:
-        """Device function: all that follows the start of chain i, whose operand is in a."""
-        add = sets[i].add
-        if i + 1 == len(places):
-
-            @cuda.jit(device=True, inline="always")
-            def end(c, a, b, tile, row, lane, x, low, high):
-                wait_all()
-                add(c, 0, low, high)
-
-            return end
-        start, rest = starts[i + 1], follow(i + 1)
-
-        @cuda.jit(device=True, inline="always")
-        def go_on(c, a, b, tile, row, lane, x, low, high):
-            next_low, next_high = start(b, tile, row, lane, x)
-            wait_but_one()
-            add(c, 0, low, high)
-            rest(c, b, a, tile, row, lane, x, next_low, next_high)
-
-        return go_on
-
-    rest = follow(0)
+    count, most = len(places), min(len(places), 3 if NT <= 4 else 2)  # three of 64: registers
+    sets, steps = [scaled_sums(SETS[i % most], NT) for i in range(count)], []
+    for i, place in enumerate(places):
+        steps.append(_start(fmt, NT, sets[i], (i, *place, i % most * num_a)))
+        if i + 1 >= most:
+            steps.append(_finish(sets[i + 1 - most], i + 1 - most, most - 1))
+    steps += [_finish(sets[i], i, count - 1 - i) for i in range(count + 1 - most, count)]
+    run, num_operands, num_scales = _in_turn(steps), most * num_a, 2 * count
 
     @cuda.jit(device=True, inline="always")
     def multiply(c, weights, tokens, warp, lane):
-        a = cuda.local.array(num_a, uint32)
-        b = cuda.local.array(num_a, uint32)
-        x = tokens_descriptor(tokens)
-        low, high = begin(a, weights, warp, lane, x)
-        rest(c, a, b, weights, warp, lane, x, low, high)
+        a = cuda.local.array(num_operands, uint32)
+        s = cuda.local.array(num_scales, float32)
+        run(c, a, s, weights, warp, lane, tokens_descriptor(tokens))
 
     return multiply
 

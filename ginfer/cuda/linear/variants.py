@@ -76,7 +76,8 @@ class LinearDecodePlan(LaunchPlan):
         wgmma = column_tiles > MMA_TILES
         if tile_nbytes == Q4_NBYTES:
             rings, tiles = Q4_RINGS[column_tiles], div_ceil(N, 128) * div_ceil(K, 64)
-            return cls(*rings[min(most for most in rings if tiles <= most)], wgmma=wgmma)
+            ahead = 2 if column_tiles == 1 and N > K else NEVER
+            return cls(*rings[min(most for most in rings if tiles <= most)], wgmma, ahead)
         tile = tile_nbytes + column_tiles * 1024
         longest = LONGEST_SPAN[column_tiles]
         if tile_nbytes == W8_NBYTES and column_tiles <= MMA_TILES:

@@ -92,3 +92,9 @@ def test_runs_that_cross_row_blocks_are_slices_of_both(epilogue):
     ]
     LINEAR_BF16.check(got[0], want + (epilogue == Epilogue.ADD_BF16))
     assert (got[0] == got[1]).all()
+
+
+def test_a_collection_stands_between_whole_row_blocks():
+    shape, x = (300, 584), tokens(3, 584)  # two whole row blocks, two runs through the third
+    want = x.astype(np.float64) @ weights("Q4G64_F16S", *shape)[1].T
+    LINEAR_BF16.check(linear("Q4G64_F16S", shape, x, cut=(2, 2), how=(4, MMA)), want)
