@@ -27,26 +27,16 @@ MAX_DRAFTS = MAX_DRAFT_TOKENS
 MAX_CANDIDATES = 1024  # occurrences looked at, the most recent ones: bounds the work of a round
 
 _FACTOR, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
-_BASE = np.uint64(_FACTOR)
+_OLDEST = pow(_FACTOR, SHORTEST - 1, 1 << 64)  # of the first token of a window
 
 
 def _window_hashes(tokens: I32) -> U64:
-    """Hash of each window of SHORTEST tokens, [len - SHORTEST + 1]."""
+    """Hash of each window of SHORTEST tokens, [len - SHORTEST + 1]: a polynomial modulo 2^64."""
     count = max(len(tokens) - SHORTEST + 1, 0)
     hashes = np.zeros(count, np.uint64)
     for i in range(SHORTEST):
-        hashes = (hashes ^ tokens[i : i + count].astype(np.uint64)) * _BASE
-        hashes ^= hashes >> np.uint64(29)
+        hashes = hashes * np.uint64(_FACTOR) + tokens[i : i + count].astype(np.uint64)
     return hashes
-
-
-def _window_hash(window: Sequence[int]) -> int:
-    """The same of one window; a few tokens a round are no work for arrays."""
-    value = 0
-    for token in window:
-        value = (value ^ token) * _FACTOR & _WORD
-        value ^= value >> 29
-    return value
 
 
 class ContextCopy:
@@ -55,18 +45,20 @@ class ContextCopy:
     def __init__(self, prompt: Sequence[int] | I32, capacity: int) -> None:
         """capacity: most tokens that the request can have, prompt included."""
         self._tokens: I32 = np.zeros(capacity, np.int32)
-        self._length = len(prompt)
+        self._length = self._prompt_length = len(prompt)
         self._tokens[: self._length] = prompt
         hashes = _window_hashes(self._tokens[: self._length])
         order = np.argsort(hashes, kind="stable")
         self._hashes, self._ends = hashes[order], (order + SHORTEST).astype(np.int64)
         self._generated: defaultdict[int, list[int]] = defaultdict(list)
-        self._tail: list[int] = self._tokens[: self._length][1 - SHORTEST :].tolist()
+        self._tail: list[int] = self._tokens[: self._length][-SHORTEST:].tolist()
         size = 1 << (8 * len(hashes)).bit_length()
         flags = np.zeros(size, np.uint8)
         flags[hashes & np.uint64(size - 1)] = 1
         self._flags = flags.tobytes()  # [hash % size]: whether a window of the prompt may have it
-        self._last_hash = int(hashes[-1]) if len(hashes) else 0  # of the last window
+        self._last_hash = 0  # of the last window
+        for token in self._tail:
+            self._last_hash = (self._last_hash * _FACTOR + token) & _WORD
 
     @property
     def num_tokens(self) -> int:
@@ -75,20 +67,26 @@ class ContextCopy:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Tokens that the request was given."""
-        tail = self._tail
+        tail, value = self._tail, self._last_hash
         for token in token_ids:
             self._tokens[self._length] = token
             self._length += 1
-            tail.append(token)
             if len(tail) == SHORTEST:
-                value = self._last_hash = _window_hash(tail)
+                value -= tail.pop(0) * _OLDEST
+            tail.append(token)
+            value = (value * _FACTOR + token) & _WORD
+            if len(tail) == SHORTEST:
                 self._generated[value].append(self._length)
-                del tail[0]
+        self._last_hash = value
+
+    def follow(self, generated: Sequence[int]) -> None:
+        """Have all tokens that the request was given so far."""
+        self.append(generated[self._length - self._prompt_length :])
 
     def propose(self, limit: int = MAX_DRAFTS) -> list[int]:
         """Up to `limit` tokens that followed the best match, none without one. A match that
         overlaps the suffix goes on with its own tokens."""
-        if limit < 1 or not self._may_match():
+        if limit < 1 or not self.may_match():
             return []
         ends = self._candidates()
         if not ends.size:
@@ -99,7 +97,7 @@ class ContextCopy:
             [after[i % len(after)] for i in range(limit)] if end + limit > self._length else after
         )
 
-    def _may_match(self) -> bool:
+    def may_match(self) -> bool:
         """Whether an earlier window may equal the last one: seldom in text that is new."""
         n, value = self._length, self._last_hash
         if n <= SHORTEST:

@@ -144,39 +144,36 @@ class Drafting:
         """Offers of these requests; returns the copies, which those have that are searched."""
         copies, self._offers = dict[int, list[int]](), {}
         for job in jobs:
-            lane, most = job.lane, _most_drafts(job)
-            copy = copies[lane] = self._copy(job, most) if lane in searched else []
-            if copy or not self._learned:
-                self._offers[lane] = Offer(Origin.COPY, len(copy)) if copy else NOTHING
+            lane = job.lane
+            copy = copies[lane] = self._copy(job) if lane in searched else []
+            if copy:
+                self._offers[lane] = Offer(Origin.COPY, len(copy))
+            elif not self._learned:
+                self._offers[lane] = NOTHING
             else:
-                self._offers[lane] = _of_drafter(max(min(most, self._learned), 0))
+                most = min(_most_drafts(job), self._learned)
+                self._offers[lane] = _of_drafter(max(most, 0))
         return copies
 
-    def _copy(self, job: Job, most: int) -> list[int]:
-        """What followed the last tokens of a request where they occurred before: at most so many
-        tokens."""
+    def _copy(self, job: Job) -> list[int]:
+        """What followed the last tokens of a request where they occurred before."""
         lane = job.lane
-        misses = self._misses[lane] = self._misses.get(lane, 0) + 1
-        if self._delays and misses > PATIENCE and misses % SELDOM:
+        if self._delays:
+            misses = self._misses[lane] = self._misses.get(lane, 0) + 1
+            if misses > PATIENCE and misses % SELDOM:
+                return []
+        index = self._copies[lane]
+        if not isinstance(index, ContextCopy):
+            if not index.done():
+                return []
+            index = self._copies[lane] = index.result()
+        index.follow(job.generated)
+        if not index.may_match():
             return []
-        index = self._index(lane)
-        if most < 1 or index is None:
-            return []
-        index.append(job.generated[index.num_tokens - job.request.prompt.num_tokens :])
-        copy = index.propose(min(most, MAX_DRAFTS))
+        copy = index.propose(min(_most_drafts(job), self.widths.copy_limit(lane)))
         if copy:
             self._misses[lane] = 0
-        return copy[: self.widths.copy_limit(lane)] if copy else copy
-
-    def _index(self, lane: int) -> ContextCopy | None:
-        """The index of a lane, once it is there."""
-        index = self._copies[lane]
-        if isinstance(index, ContextCopy):
-            return index
-        if not index.done():
-            return None
-        found = self._copies[lane] = index.result()
-        return found
+        return copy
 
     def ahead(self, ordered: Round) -> tuple[int, ...]:
         """Lanes whose next drafts are worth ordering before a round is read that verifies: where

@@ -218,9 +218,11 @@ class Rank:
         self, lanes: tuple[int, ...], page_table: I32, starts: I32, row_indptr: I32
     ) -> WorkItems:
         """Work items of a round; the same as long as no page comes and no row enters a block."""
-        last = starts + (row_indptr[1:] - row_indptr[:-1] - np.int32(1))
-        blocks = np.concatenate((starts, last)) // BLOCK_TOKENS
+        blocks = starts // BLOCK_TOKENS
         key = (lanes, blocks.tobytes())
+        if row_indptr[-1] != len(starts):
+            last = starts + (row_indptr[1:] - row_indptr[:-1] - np.int32(1))
+            key = (lanes, np.concatenate((blocks, last // BLOCK_TOKENS)).tobytes())
         known, items = self._shared
         if items is None or known != key:
             items = work_items(page_table, starts, row_indptr)
