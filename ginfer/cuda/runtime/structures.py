@@ -64,8 +64,11 @@ def make_array(array_type: Any) -> Any:
     base = _make_array(array_type)
 
     class Array(base):  # type: ignore[misc, valid-type]
+        """Its shape, which Numba reads from memory."""
+
         @property
         def shape(self) -> Any:
+            """Value of the sizes."""
             return base.shape.fget(self) if held(self) is None else _attribute(self, "shape")
 
     return Array
