@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 HOST_ONLY = ("ginfer.cuda.runtime", "ginfer.cuda.plans", "ginfer.errors", "ginfer.env")
 ALL = "*"  # in place of a name: all of a module
@@ -72,12 +73,13 @@ class _Module:
         imported = [self.imports[name] for name in names | {defined} if name in self.imports]
         return {(self.name, name) for name in names & self.texts.keys()}.union(*imported)
 
-    def add(self, bound: set[str], text: str, node: ast.stmt) -> None:
-        """A statement that binds names."""
-        inner = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+    def add(self, bound: set[str], text: str, nodes: list[ast.AST]) -> None:
+        """A statement that binds names: what ast.walk() gives of it."""
+        node = nodes[0]
+        inner = {child.id for child in nodes if isinstance(child, ast.Name)}
         if isinstance(node, ast.FunctionDef):  # a kernel may be called as its launcher
             inner -= {child.name for child in node.body if isinstance(child, ast.FunctionDef)}
-        for child in ast.walk(node):
+        for child in nodes:
             if isinstance(child, ast.Import | ast.ImportFrom):
                 self.add_import(child)
                 inner |= {_bound_by(alias) for alias in child.names}
@@ -105,26 +107,26 @@ def _parse(name: str, text: str) -> _Module:
         if isinstance(node, ast.Import | ast.ImportFrom):
             module.add_import(node)
         elif not _docstring(node):
-            module.add(_bound(node), _without_docstrings(node, lines), node)
+            nodes = list(ast.walk(node))
+            module.add(_bound(nodes), _without_docstrings(nodes, lines), nodes)
     return module
 
 
-def _bound(node: ast.stmt) -> set[str]:
+def _bound(nodes: list[ast.AST]) -> set[str]:
     """Names that a statement of a module binds, and EFFECTS when it may do more."""
+    node = nodes[0]
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         return {node.name}
     stored = {
         child.id
-        for child in ast.walk(node)
+        for child in nodes
         if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store)
     }
     plain = isinstance(node, ast.Assign | ast.AnnAssign)
     targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
     if plain and all(isinstance(target, ast.Name | ast.Tuple) for target in targets):
         return stored
-    defined = {
-        child.name for child in ast.walk(node) if isinstance(child, ast.FunctionDef | ast.ClassDef)
-    }
+    defined = {child.name for child in nodes if isinstance(child, ast.FunctionDef | ast.ClassDef)}
     return stored | defined | {EFFECTS}
 
 
@@ -140,11 +142,12 @@ def _docstring(node: ast.AST) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1) if held else range(0)
 
 
-def _without_docstrings(node: ast.stmt, lines: list[str]) -> str:
+def _without_docstrings(nodes: list[Any], lines: list[str]) -> str:
     """Lines of a statement."""
+    node = nodes[0]
     decorators = getattr(node, "decorator_list", ())
     first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
-    left_out = {i for child in ast.walk(node) for i in _docstring(child)}
+    left_out = {i for child in nodes if type(child) is ast.Expr for i in _docstring(child)}
     numbers = range(first, (node.end_lineno or first) + 1)
     return "\n".join(lines[i - 1] for i in numbers if i not in left_out)
 
