@@ -37,12 +37,12 @@ LONGEST_SPAN = {1: 8, 2: 4, 4: 2, 8: 4}  # k tiles between two barriers, by colu
 # queue behind the weights that are under way when the kernel before ends: work on a small matrix
 # begins up to a microsecond earlier where those are few.
 Q4_RINGS = {
-    1: {8_000: (4, 4), inf: (8, 5)},
+    1: {8_000: (4, 4), 16_000: (8, 5), inf: (4, 4)},
     2: {inf: (4, 5)},
     4: {inf: (4, 4)},
     8: {inf: (4, 3)},
 }
-SIZES = (8_000, 1 << 20)  # tiles of a small and a large matrix
+SIZES = (8_000, 16_000, 1 << 20)  # tiles of a small, a middling and a large matrix
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class LinearDecodePlan(LaunchPlan):
         wgmma = column_tiles > MMA_TILES
         if tile_nbytes == Q4_NBYTES:
             rings, tiles = Q4_RINGS[column_tiles], div_ceil(N, 128) * div_ceil(K, 64)
-            ahead = 2 if column_tiles == 1 and N > K else NEVER
+            ahead = (1 if tiles <= 16_000 else 4) if column_tiles == 1 and N > K else NEVER
             return cls(*rings[min(most for most in rings if tiles <= most)], wgmma, ahead)
         tile = tile_nbytes + column_tiles * 1024
         longest = LONGEST_SPAN[column_tiles]
