@@ -156,11 +156,13 @@ class Backend(Protocol):
 
     runs_ahead: work is ordered and done later, so that the next round is worth ordering before the
     values of this one are known. speculation: None where rounds cannot speculate or shall not.
+    replayed: the last `embed` has computed all layers, so that their blocks are not to be called.
     """
 
     name: str
     runs_ahead: bool
     speculation: Speculation | None
+    replayed: bool
 
     def room(self, weights_nbytes: int, host_nbytes: int) -> Room:
         """What is there for a plan before `load` of so many bytes, on a host with `host_nbytes` of

@@ -102,7 +102,7 @@ class CpuBackend:
     """One model on this machine's cores."""
 
     name = "cpu"
-    runs_ahead = False
+    runs_ahead = replayed = False
 
     def __init__(
         self,

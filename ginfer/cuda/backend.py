@@ -3,8 +3,8 @@
 Activations are BF16, the residual stream included; sums are FP32. K/V is BF16 in pages, recurrent
 state FP32. Decode rounds of one column per row are graphs, captured at start for every number of
 rows, and so are those that verify drafts, for the numbers of columns that are worth it: `embed`
-replays the whole forward, and the blocks that follow have nothing left to do. Other batches, and
-all of them without graphs, are launched one by one; the bits are the same.
+replays the whole forward, and `replayed` says so. Other batches, and all of them without graphs,
+are launched one by one; the bits are the same.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class CudaBackend:
         self._memory: Arena | None = None
         self._elastic: ElasticMemory | None = None
         self._graphs: dict[tuple[int, int, bool], Graph] = {}  # rows, columns, whether it records
-        self._replayed = self._closed = False
+        self.replayed = self._closed = False
         self.clock: RoundClock | None = None
 
     def _taken(self) -> int:
@@ -287,10 +287,10 @@ class CudaBackend:
             self._chunks.begin()
         if self.clock is not None:
             self.clock.forward_begins()
-        self._replayed = self._is_round(batch)
+        self.replayed = self._is_round(batch)
         if self.speculation is not None:
-            self.speculation.begin(staged, batch, replayed=self._replayed)
-        if self._replayed:
+            self.speculation.begin(staged, batch, replayed=self.replayed)
+        if self.replayed:
             self._graphs[batch.num_rows, batch.num_columns, batch.record].replay()
         else:
             self._blocks.embed(staged, batch.phase)
@@ -298,18 +298,15 @@ class CudaBackend:
 
     def attention_block(self, hidden: Staged, layer_idx: int, batch: ForwardBatch) -> None:
         """hidden += attention(norm(hidden)); appends the columns' K and V first."""
-        if not self._replayed:
-            self._blocks.attention(layer_idx, hidden, batch.phase)
+        self._blocks.attention(layer_idx, hidden, batch.phase)
 
     def gdn_block(self, hidden: Staged, layer_idx: int, batch: ForwardBatch) -> None:
         """hidden += gated_deltanet(norm(hidden)); slots state_in are read, state_out written."""
-        if not self._replayed:
-            self._blocks.gdn(layer_idx, hidden, batch.phase)
+        self._blocks.gdn(layer_idx, hidden, batch.phase)
 
     def mlp_block(self, hidden: Staged, layer_idx: int, batch: ForwardBatch) -> None:
         """hidden += mlp(norm(hidden))."""
-        if not self._replayed:
-            self._mlp(layer_idx, hidden, batch.phase)
+        self._mlp(layer_idx, hidden, batch.phase)
         if batch.phase is Phase.PREFILL and layer_idx == len(self._spec.layers) - 1:
             self._chunks.end()
 
@@ -322,7 +319,7 @@ class CudaBackend:
         """Final norm, head and selection of the wanted columns; counts the chosen tokens."""
         s = batch.selection
         assert s is not None
-        if not self._replayed:
+        if not self.replayed:
             self._blocks.head(hidden, len(s.columns))
         self._fail_if_asked()
         self._selector.select(self._blocks.logits, s)
