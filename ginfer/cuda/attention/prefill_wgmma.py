@@ -309,6 +309,13 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
         return n
 
     @cuda.jit(device=True, inline="always")
+    def totals_of(totals, owner, group, thread, stride, H):
+        """`total` of `merging`."""
+        local = totals + int64(owner) * TOTAL_NBYTES + int64(group) * GROUP_NBYTES
+        at = local + int64(thread & uint32(127)) * 16
+        return at, local + (GROUP_NBYTES - 256), stride > uint32(1), uint32(H >> uint32(31))
+
+    @cuda.jit(device=True, inline="always")
     def share(done, units, grid, split, odd):
         """(unit, first block of keys, stride, block whose totals serve) of this thread block."""
         x = uint32(cuda.blockIdx.x)
@@ -394,14 +401,7 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
                 own = uint32(position - column)
                 positions = (uint32(own + token0), uint32(own + token1))
                 border = uint32(position + div_u32(uint32(rows_at + skipped), M))
-                local = int64(owner) * TOTAL_NBYTES + int64(group) * GROUP_NBYTES
-                flag = totals + local + (GROUP_NBYTES - 256)
-                total = (
-                    totals + local + int64(thread & uint32(127)) * 16,
-                    flag,
-                    stride > uint32(1),
-                    uint32(H >> uint32(31)),
-                )
+                total = totals_of(totals, owner, group, thread, stride, H)
                 cp_async_wait_0()
                 fence_async_proxy()
                 cuda.syncthreads()
@@ -470,7 +470,7 @@ def attention_prefill_wgmma_kernel(D: int, block_tiles: int, ordered: int) -> Bu
                 else:
                     m0, m1, l0, l1 = merged(total, block, (m0, m1, l0, l1), group, thread)
                     if total[2] and block > 0 and (thread & uint32(127)) == 0:
-                        st_release_u32(flag, uint32(0))
+                        st_release_u32(total[1], uint32(0))
                     to = out + (int64(t) * int64(H) + int64(g * M)) * (2 * D) + int64(column) * 2
                     gates = x + (width >> 1) + int64(column) * 2
                     gate0, out0 = place(row0, M, gates, to, width, H)
