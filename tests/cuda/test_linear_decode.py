@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from ginfer.cuda.lib.fragment import fragment_offset
+from ginfer.cuda.linear.decode import COUNTED_TILES
 from ginfer.cuda.linear.decode_launch import (
+    COUNTERS_NBYTES,
     SMS,
     DecodeLinear,
     DecodeScratch,
@@ -94,10 +96,10 @@ class Case:
         self.N, self.K = self.W.shape
         self.w = memory.put(payload)
         self.blocks, self.k_tiles = div_ceil(self.N, 128), div_ceil(self.K, 64)
-        workspace, _ = scratch_nbytes(self.N, self.K)
-        free = self.blocks * 17 * 8 * 4096  # room for cuts that no shape has
-        self.workspace = memory.put(np.zeros(max(workspace, free) // 4, np.uint32))
-        self.counters = memory.put(np.zeros(self.blocks, np.uint32))
+        free = self.blocks * 17 * 4096  # room for cuts that no shape has
+        room = scratch_nbytes(self.N, self.K)
+        sizes = max(room[0], 2 * free), max(room[1], COUNTERS_NBYTES + 8 * free)
+        self.workspace, self.counters = (memory.put(np.zeros(n // 4, np.uint32)) for n in sizes)
 
     def put_tokens(self, x):
         """Tokens in fragment order, padding zero."""
@@ -138,8 +140,8 @@ class Case:
         else:
             work()
             self.stream.synchronize()
-        whose = self.workspace if self.image.capability == "90a" else self.counters
-        assert (whose.read() == 0).all()
+        assert (self.workspace.read() == 0).all()
+        assert (self.counters.read()[: COUNTERS_NBYTES // 4] == 0).all()
         return self.values(y.read(), T, epilogue)
 
     def values(self, y, T, epilogue):
@@ -180,7 +182,9 @@ def cut_launch(cut, grid=None):
         item, ahead = decode_kernel(case.image.plans, case.fmt, shape)
         whole, runs = cut
         most = min(max(runs + whole, case.blocks), SMS)
-        addresses = (case.w.address, x, y, case.workspace.address)
+        counters = case.counters.address
+        slices = case.workspace.address if NT < COUNTED_TILES else counters + COUNTERS_NBYTES
+        addresses = (case.w.address, x, y, slices, counters)
         scalars = (case.k_tiles, case.blocks, whole, runs, T, case.N, epilogue, ahead)
         case.image.launch(item, (grid or most,), case.stream, *addresses, *scalars, dependent=True)
 

@@ -9,7 +9,9 @@ item into a ring with bulk copies, before the wait for the previous kernel; anot
 tokens after it (in one warp the wait would stop the weights too). Consumer warps own 16 rows each;
 their products are in `decode_multiply` and, from 17 tokens on, in `decode_wide`. A slice's sum
 starts at zero, and slices are added in ascending order. How K is cut is a function of (N, K), see
-`k_runs`, and no plan changes an order: a column has the same bits at every width.
+`k_runs`, and no plan changes an order: a column has the same bits at every width. From 17 tokens on
+the slices of a row block are many bytes for one collection: they are counted instead, and who comes
+last adds them.
 
 Tokens arrive in the order of `fragment_offset`; padding of K and of tokens is zero there.
 """
@@ -31,7 +33,13 @@ from ginfer.cuda.lib.ptx import (
 )
 from ginfer.cuda.lib.wgmma_scaled import declare_sums
 from ginfer.cuda.linear.decode_multiply import consume_by_mma
-from ginfer.cuda.linear.decode_results import X_TILE, old_results, result_writer, room_nbytes
+from ginfer.cuda.linear.decode_results import (
+    X_TILE,
+    old_results,
+    result_writer,
+    room_nbytes,
+    slice_exchange,
+)
 from ginfer.cuda.linear.decode_ring import ALONE_NBYTES, Ring, stage_tiles
 from ginfer.cuda.linear.decode_runs import (
     ALL,
@@ -53,6 +61,7 @@ from ginfer.cuda.runtime.jit import Build, kernel
 
 ALIGNMENT = 128
 WARPS = 8  # consumers: a row block
+COUNTED_TILES = 4  # of columns, from which on slices are counted
 NEVER = 0xFFFFFFFF
 
 
@@ -87,9 +96,45 @@ def finisher(NT: int) -> Any:
     return finish
 
 
-@kernel(*(int64,) * 4, *(uint32,) * 8)
+def waited_slices(sums: int, consumers: int, finish: Any) -> Any:
+    """Device function bring(c, y, scratch, place, cut, mine, how): send, or finish with the slices
+    that are waited for. scratch: the workspace; place: row block, slot and duty of an item."""
+    send = sender(sums, consumers)
+
+    @cuda.jit(device=True, inline="always")
+    def bring(c, y, scratch, place, cut, mine, how):
+        block, slot, have = place
+        if have == uint32(SEND):
+            send(c, scratch[0], slot, mine[0])
+        elif have != uint32(NOTHING):
+            finish(c, y, scratch[0], block, have, cut, mine, how)
+
+    return bring
+
+
+def counted_slices(sums: int, consumers: int, finish: Any) -> Any:
+    """As waited_slices: who sends the last slice of a row block finishes. scratch: the workspace,
+    counters of row blocks, a word of shared memory."""
+    exchange = slice_exchange(sums, consumers, 4 if sums <= 16 else 3)
+
+    @cuda.jit(device=True, inline="always")
+    def bring(c, y, scratch, place, cut, mine, how):
+        workspace, counters, flag = scratch
+        block, slot, have = place
+        complete = have == uint32(ALL)
+        if have == uint32(SEND):
+            first, slices = slots(block, cut)
+            at = (block, first, slot)
+            complete = exchange(c, workspace, counters, at, slices, mine[0], flag, how[4])
+        if complete:
+            finish(c, y, workspace, block, uint32(ALL), cut, mine, how)
+
+    return bring
+
+
+@kernel(*(int64,) * 5, *(uint32,) * 8)
 def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):  # type: ignore[no-untyped-def]
-    """Arguments w, x, y, workspace, k_tiles, blocks, whole, runs, T, N, epilogue, ahead.
+    """Arguments w, x, y, workspace, counters, k_tiles, blocks, whole, runs, T, N, epilogue, ahead.
 
     blocks: 128-row blocks of W (padded N / 128), of which the first `whole` take all of K; runs:
     of the others. span: k tiles in a stage. wgmma: its products, else mma. epilogue: an Epilogue.
@@ -97,19 +142,23 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
     """
     threads, consumers = WARPS * 32 + 64, WARPS * 32
     form = Ring(span, stages, UNPACK[fmt].tile_nbytes, NT * X_TILE)
-    sums, words, empty, ring_bytes = NT * 4, 2 * stages, stages * 8, stages * form.stage_bytes
+    sums, empty, ring_bytes = NT * 4, stages * 8, stages * form.stage_bytes
+    counted = NT >= COUNTED_TILES
+    words = 2 * stages + counted
     factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(1, NT, consumers)
     declare, tiles_of = declare_sums(NT), stage_tiles(span, wgmma)
     consume = (consume_by_wgmma if wgmma else consume_by_mma)(fmt, NT, form)
-    send, finish, add_bf16 = sender(sums, consumers), finisher(NT), int(Epilogue.ADD_BF16)
+    finish, add_bf16 = finisher(NT), int(Epilogue.ADD_BF16)
+    bring = (counted_slices if counted else waited_slices)(sums, consumers, finish)
     stream_weights = stream(form, tiles_of, tokens=False)
     stream_tokens = stream(form, tiles_of, tokens=True)
 
     @cuda.jit(device=True, inline="always")
-    def work(c, y, workspace, ring, barrier, item, cut, mine, how):
+    def work(c, y, scratch, ring, barrier, item, cut, mine, how):
         s, phase = uint32(0), uint32(0)
-        thread, warp, lane = mine
+        _, warp, lane = mine
         stay, items = end_of_items(cut)
+        stay = stay and not counted
         while item < items:
             block, first, left, before, after, slot = place(item, cut)
             for i in range(sums):
@@ -120,14 +169,13 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
                 for i in range(sums):
                     c[i] = c[i] * float32(factor)
             have = duty(item, first, left, cut, stay)
-            if have == uint32(SEND):
-                send(c, workspace, slot, thread)
-            elif have != uint32(NOTHING):
-                finish(c, y, workspace, block, have, cut, mine, how)
+            bring(c, y, scratch, (block, slot, have), cut, mine, how)
             item = following(item, cut[4])
 
     @cuda.jit(fastmath=True, launch_bounds=(threads, 1))
-    def linear_decode(w, x, y, workspace, k_tiles, blocks, whole, runs, T, N, epilogue, ahead):
+    def linear_decode(
+        w, x, y, workspace, counters, k_tiles, blocks, whole, runs, T, N, epilogue, ahead
+    ):
         barrier = shared_address(cuda.shared.array(words, int64))
         ring = uint32((shared_address(cuda.shared.array(0, uint32)) + 127) & uint32(0xFFFFFF80))
         thread = uint32(cuda.threadIdx.x)
@@ -156,7 +204,8 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
                 declare()
             c = cuda.local.array(sums, float32)
             how = (uint32(ring + uint32(ring_bytes)), T, N, epilogue, uint32(1))
-            work(c, y, workspace, ring, barrier, item, cut, (thread, warp, lane), how)
+            scratch = (workspace, counters, uint32(barrier + 2 * empty))
+            work(c, y, scratch, ring, barrier, item, cut, (thread, warp, lane), how)
 
     shared = ring_bytes + room_bytes + ALIGNMENT
     return Build(linear_decode, threads, max(shared, ALONE_NBYTES))

@@ -22,19 +22,16 @@ from ginfer.cuda.lib.ptx import (
     shared_address,
     wait_for_previous_kernel,
 )
-from ginfer.cuda.linear.decode import ALIGNMENT, NEVER, WARPS, finisher
+from ginfer.cuda.linear.decode import ALIGNMENT, NEVER, WARPS, finisher, waited_slices
 from ginfer.cuda.linear.decode_beside import row_tiles
 from ginfer.cuda.linear.decode_multiply import consume_by_mma, consume_resident
 from ginfer.cuda.linear.decode_results import X_TILE, room_nbytes
 from ginfer.cuda.linear.decode_ring import Ring, stage_tiles
 from ginfer.cuda.linear.decode_runs import (
-    NOTHING,
-    SEND,
     duty,
     end_of_items,
     following,
     place,
-    sender,
 )
 from ginfer.cuda.linear.decode_stream import stream
 from ginfer.cuda.linear.decode_tokens import (
@@ -71,7 +68,7 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
     all_words, arrivals = groups * words, 1 if norm else 2
     tiles_of, silu_up = stage_tiles(span, 0), int(Epilogue.SILU_UP)
     consume_rows, consume = consume_resident(fmt, form), consume_by_mma(fmt, 1, form)
-    send, finish = sender(4, consumers), finisher(1)
+    bring = waited_slices(4, consumers, finisher(1))
     stream_weights = stream(form, tiles_of, tokens=False)
     stream_tokens = stream(form, tiles_of, tokens=True)
     all_meet, norm_rows = groups + 1, row_norm(groups, groups + 2)
@@ -82,7 +79,7 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
     @cuda.jit(device=True, inline="always")
     def work(c, y, workspace, at, barrier, tokens, mine, item, cut, how):
         """The items of a group, from `item` on. mine: its thread, warp and lane."""
-        thread, warp, lane = mine
+        _, warp, lane = mine
         stay, end = end_of_items(cut)
         s, phase = uint32(0), uint32(0)
         while item < end:
@@ -99,10 +96,7 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
                 for i in range(4):
                     c[i] = c[i] * float32(factor)
             have = duty(item, first, left, cut, stay)
-            if have == uint32(SEND):
-                send(c, workspace, slot, thread)
-            elif have != uint32(NOTHING):
-                finish(c, y, workspace, block, have, cut, mine, how)
+            bring(c, y, (workspace,), (block, slot, have), cut, mine, how)
             item = following(item, cut[4])
 
     @cuda.jit(fastmath=True, launch_bounds=(threads, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ginfer.cuda.linear.decode import COUNTED_TILES
 from ginfer.cuda.linear.decode_results import SLICE_TILES, X_TILE
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
@@ -20,6 +21,7 @@ SMS = 132  # multiprocessors that slices are cut for: part of the numbers, whate
 MAX_SLICES = 16
 MAX_TOKENS = 128
 LAUNCH_TOKENS = 8 * max(COLUMN_TILES)
+COUNTERS_NBYTES = 16 << 10  # one u32 per row block
 SLOT_NBYTES = 4096  # a slice's sums of one row block and 8 tokens
 
 
@@ -69,18 +71,25 @@ class DecodeLinear:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeScratch:
-    """Addresses: slices of sums in flight, and one u32 per row block; both zeroed, and zero again
-    after a launch. Launches that follow each other may share them."""
+    """Addresses: slices of sums in flight that are waited for, zeroed, and zero again after a
+    launch; and counters, likewise, with the slices that are counted behind them. Launches that
+    follow each other may share them."""
 
     workspace: int
     counters: int
+
+    @property
+    def counted(self) -> int:
+        """Address of the slices that are counted."""
+        return self.counters + COUNTERS_NBYTES
 
 
 def scratch_nbytes(N: int, K: int) -> tuple[int, int]:
     """Bytes of the workspace and of the counters for a matrix [N, K] at any number of tokens."""
     blocks, (whole, runs) = div_ceil(N, 128), k_runs(N, K)
-    slots = runs + blocks - whole
-    return slots * max(COLUMN_TILES) * SLOT_NBYTES, blocks * 4
+    slot = (runs + blocks - whole) * SLOT_NBYTES
+    assert 4 * blocks <= COUNTERS_NBYTES
+    return slot * COUNTED_TILES // 2, COUNTERS_NBYTES + slot * max(COLUMN_TILES)
 
 
 def column_tiles(T: int) -> int:
@@ -114,14 +123,16 @@ def linear_decode(
         shape = (matrix.N, matrix.K, NT, UNPACK[matrix.fmt].tile_nbytes)
         item, ahead = decode_kernel(image.plans, matrix.fmt, shape)
         tokens_at, result_at = first * k_tiles * X_TILE // 8, first * _row_nbytes(matrix)
-        addresses = (matrix.w, x + tokens_at, y + result_at, scratch.workspace)
+        counted = NT >= COUNTED_TILES or not early
+        slices = scratch.counted if counted else scratch.workspace
+        addresses = (matrix.w, x + tokens_at, y + result_at, slices, scratch.counters)
         scalars = (k_tiles, blocks, whole, parts, count, matrix.N, int(matrix.epilogue))
         if early:
             grid = min(max(parts + whole, blocks), matrix.num_sms)
             image.launch(item, (grid,), stream, *addresses, *scalars, ahead, dependent=True)
         else:
             items = (blocks - whole) * parts + whole
-            image.launch(item, (items,), stream, *addresses, scratch.counters, *scalars)
+            image.launch(item, (items,), stream, *addresses, *scalars)
 
 
 def _row_nbytes(matrix: DecodeLinear) -> int:

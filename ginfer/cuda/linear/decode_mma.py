@@ -20,6 +20,7 @@ from ginfer.cuda.lib.ptx import (
     cp_async_16,
     cp_async_commit,
     cp_async_wait_2,
+    div_u32,
     fma_f32,
     ldmatrix_x4,
     mma_m16n8k16_bf16,
@@ -148,8 +149,10 @@ def linear_decode_mma_kernel(fmt: str, NT: int, span: int) -> Build:
             stage = uint32(stage + uint32(1))
         complete = item >= sliced
         if not complete:
+            group = div_u32(item, slices)
+            place = (group, uint32(group * slices), item)
             complete = exchange_slices(
-                c, workspace, counters, item, slices, thread, flag, uint32(1)
+                c, workspace, counters, place, slices, thread, flag, uint32(1)
             )
         cuda.syncthreads()  # nobody reads the ring any more
         if complete:

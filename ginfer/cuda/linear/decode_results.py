@@ -59,19 +59,20 @@ def item_locator(RB: int) -> Any:
 
 def slice_exchange(sums: int, threads: int, at_once: int = 0) -> Any:
     """Device function of `threads` threads, which meet at named barrier `meet`: publish a slice;
-    the last block to arrive gets c = all slices, ascending, and True. at_once: slices that it
-    reads before it adds them; 0: as many as take few registers."""
+    the last block to arrive gets c = all slices, ascending, and True. place: (counter, first slot
+    of its slices, own slot). at_once: slices that it reads before it adds them; 0: as many as take
+    few registers."""
     quarters, slot_bytes = sums // 4, sums * threads * 4
     batch = at_once or (4 if sums <= 8 else 1)
     batch_sums = batch * sums
 
     @cuda.jit(device=True, inline="always")
-    def exchange(c, workspace, counters, item, slices, thread, flag, meet):
-        at = workspace + int64(item) * slot_bytes + int64(thread) * 16
+    def exchange(c, workspace, counters, place, slices, thread, flag, meet):
+        group, first, slot = place
+        at = workspace + int64(slot) * slot_bytes + int64(thread) * 16
         for i in range(quarters):
             to = at + i * (threads * 16)
             st_global_f32x4(to, c[i * 4], c[i * 4 + 1], c[i * 4 + 2], c[i * 4 + 3])
-        group = div_u32(item, slices)
         last = uint32(slices - uint32(1))
         named_barrier(meet, uint32(threads))
         if thread == 0:  # its release covers what the barrier has ordered before it
@@ -79,7 +80,7 @@ def slice_exchange(sums: int, threads: int, at_once: int = 0) -> Any:
         named_barrier(meet, uint32(threads))
         if ld_shared_u32(flag) != last:
             return False
-        at += (int64(group) * int64(slices) - int64(item)) * slot_bytes
+        at += (int64(first) - int64(slot)) * slot_bytes
         for i in range(sums):
             c[i] = float32(0.0)
         values = cuda.local.array(batch_sums, float32)

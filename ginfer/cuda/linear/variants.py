@@ -88,14 +88,13 @@ class LinearDecodePlan(LaunchPlan):
 
     @classmethod
     def candidates(cls, capability: str, shape: Shape) -> tuple[LinearDecodePlan, ...]:
-        """The rings of all sizes of a matrix; as many stages as fit, shorter and longer."""
+        """The rings of all sizes of a matrix, and stages of another length, as many as fit."""
         _, _, column_tiles, tile_nbytes = shape
         wide, x_nbytes = column_tiles > MMA_TILES, column_tiles * 1024
         found = [cls.default(capability, (128, 64 * tiles, *shape[2:])) for tiles in SIZES]
-        for span in (2, 4) if wide else (4, 8):
-            stages = SHARED_NBYTES // (span * (tile_nbytes + x_nbytes))
-            found.append(cls(span, stages, wgmma=wide))
-        found = list(dict.fromkeys(found))
+        span = 2 if wide else 8
+        stages = SHARED_NBYTES // (span * (tile_nbytes + x_nbytes))
+        found = list(dict.fromkeys((*found, cls(span, stages, wgmma=wide))))
         return tuple(p for p in found if capability == "90a" and p.supports(capability, shape))
 
 

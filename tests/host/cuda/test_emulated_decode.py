@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ginfer.cuda.linear.decode import linear_decode_kernel
+from ginfer.cuda.linear.decode import COUNTED_TILES, linear_decode_kernel
 from ginfer.cuda.linear.decode_ring import LONG_RUN
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.sizes import div_ceil
@@ -30,11 +30,15 @@ def linear(fmt, shape, x, *, cut, how, epilogue=Epilogue.STORE_F32):
     if epilogue == Epilogue.ADD_BF16:
         y = np.full((T, N), 0x3F80, np.uint16)
     (whole, runs, *grid), (span, wgmma) = cut, how
-    workspace = np.zeros((runs + blocks) * NT * 1024, np.uint32)
+    workspace, counters = (
+        np.zeros((runs + blocks) * NT * 1024, np.uint32),
+        np.zeros(blocks, np.uint32),
+    )
     item = linear_decode_kernel(fmt, NT, span, 2, wgmma)
     scalars = (k_tiles, blocks, whole, runs, T, N, epilogue, 1)
-    run(item, *(grid or [1]), payload, buffer, y, workspace, *scalars, backwards=True)
-    assert (workspace == 0).all()
+    arrays = (payload, buffer, y, workspace, counters)
+    run(item, *(grid or [1]), *arrays, *scalars, backwards=True)
+    assert ((workspace if NT < COUNTED_TILES else counters) == 0).all()
     if epilogue == Epilogue.STORE_F32:
         return y
     if epilogue == Epilogue.ADD_BF16:
@@ -92,6 +96,14 @@ def test_runs_that_cross_row_blocks_are_slices_of_both(epilogue):
     ]
     LINEAR_BF16.check(got[0], want + (epilogue == Epilogue.ADD_BF16))
     assert (got[0] == got[1]).all()
+
+
+@pytest.mark.parametrize("cut", [(0, 5, 1), (0, 5, 5), (2, 2)], ids=str)
+def test_slices_of_many_columns_are_counted(cut):
+    shape, x = (300, 584), tokens(17, 584)
+    want = x.astype(np.float64) @ weights("Q4G64_F16S", *shape)[1].T
+    got = linear("Q4G64_F16S", shape, x, cut=cut, how=(2, WGMMA), epilogue=Epilogue.ADD_BF16)
+    LINEAR_BF16.check(got, want + 1)
 
 
 def test_a_collection_stands_between_whole_row_blocks():

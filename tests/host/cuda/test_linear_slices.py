@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ginfer.cuda.linear.decode_launch import SMS, column_tiles, k_runs, k_slices, scratch_nbytes
+from ginfer.cuda.linear.decode_launch import (
+    COUNTERS_NBYTES,
+    SMS,
+    column_tiles,
+    k_runs,
+    k_slices,
+    scratch_nbytes,
+)
 from ginfer.sizes import div_ceil
 
 
@@ -51,7 +58,9 @@ def test_runs_are_legal_for_every_shape(N, K):
     assert cut <= runs <= cut * steps
     assert runs * cut * steps < 1 << 32
     assert cut == 0 or runs >= 2 * cut or runs == SMS
-    assert scratch_nbytes(N, K)[0] >= (runs + cut - 1) * 64 * 128 * 4
+    waited, counted = scratch_nbytes(N, K)
+    assert waited >= (runs + cut - 1) * 16 * 128 * 4
+    assert counted >= COUNTERS_NBYTES + (runs + cut - 1) * 64 * 128 * 4
 
 
 @given(N=st.integers(1, 300_000), K=st.integers(1, 40_000))
@@ -61,9 +70,9 @@ def test_slices_are_legal_for_every_shape(N, K):
     assert 0 <= whole <= blocks
     assert 1 <= slices <= steps
     assert (slices == 1) == (whole == blocks)
-    workspace, counters = scratch_nbytes(N, K)
-    assert workspace >= (blocks - whole) * slices * 64 * 128 * 4 * (slices > 1)
-    assert counters >= 4 * (blocks - whole)
+    _, counted = scratch_nbytes(N, K)
+    assert counted >= COUNTERS_NBYTES + (blocks - whole) * slices * 64 * 128 * 4 * (slices > 1)
+    assert 4 * (blocks - whole) <= COUNTERS_NBYTES
 
 
 def test_the_narrowest_launch_that_holds_the_tokens():
