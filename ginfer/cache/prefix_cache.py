@@ -317,38 +317,50 @@ class PrefixCache:
     def _enter(self, sequence: Sequence, snapshot: Snapshot) -> None:
         """Put a sequence behind a snapshot: lock the path, load the state, bring parked pages
         back."""
-        nodes = list(path(snapshot.node))
-        for node in nodes:
-            if node.refs == 0:
-                self._locked += len(node.pages)
-            node.refs += 1
+        nodes, tree = self._lock_path(snapshot.node), self._memory.tree
         sequence.node = snapshot.node
         sequence.seams = _seams_behind(snapshot, nodes)
         self._unshared -= snapshot.node.end // PAGE_TOKENS
         self._note_use(snapshot, nodes, sequence.data)
         tail: list[int] = []
+        num_segments = tree.num_segments
         self._memory.load(snapshot, sequence.slot, tail)
         self._memory.unpark(sequence.node)
-        shared = [node.pages for node in path(sequence.node)]  # neighbours may have been merged
-        sequence.pages += [*chain.from_iterable(reversed(shared)), *tail]
+        if tree.num_segments != num_segments:  # neighbours may have been merged
+            nodes = list(path(sequence.node))
+        sequence.pages.extend(chain.from_iterable([node.pages for node in reversed(nodes)]))
+        sequence.pages += tail
+
+    def _lock_path(self, node: Segment) -> list[Segment]:
+        """Hold a segment and those above it; `path` of it."""
+        nodes = []
+        while (parent := node.parent) is not None:
+            nodes.append(node)
+            if node.refs == 0:
+                self._locked += len(node.pages)
+            node.refs += 1
+            node = parent
+        return nodes
 
     def _note_use(self, hit: Snapshot, nodes: list[Segment], data: bytes) -> None:
         """Tell a snapshot that it is used, and those before it on its path that they are passed;
         the end of a system prompt is used by all that pass it."""
         hit.hits += 1
         system = SnapshotKind.SYSTEM
-        for node in (*nodes, self._memory.tree.root):
+        for node in [n for n in (*nodes, self._memory.tree.root) if not n.settled or n is hit.node]:
             for snapshot in node.snapshots.values():
                 if not snapshot.passed or snapshot is hit or snapshot.kind is system:
                     break
             else:
-                continue  # nothing that this hit changes
+                node.settled = True
+                continue
             limit = hit.num_tokens - node.end
             for snapshot in fitting(node, data, node.end * TOKEN_NBYTES, limit):
                 snapshot.passed = True
                 if snapshot is hit or snapshot.kind is system:
                     snapshot.used = self._tick
-                self._memory.touch(snapshot)
+                if snapshot is not hit:  # which is loaded next
+                    self._memory.touch(snapshot)
 
     def _share(self, sequence: Sequence, data: bytes, num_tokens: int) -> None:
         """Make segments of the private whole pages among the first `num_tokens` tokens."""
@@ -389,7 +401,7 @@ class PrefixCache:
         if known is not None:
             known.used = self._tick
             if kind is SnapshotKind.SYSTEM or known.kind is SnapshotKind.INTERVAL:
-                known.kind = kind
+                known.kind, node.settled = kind, False
             self._memory.touch(known)
             return
         snapshot = Snapshot(
@@ -419,9 +431,12 @@ class PrefixCache:
         num_shared = sequence.node.end // PAGE_TOKENS
         self._memory.arena.free_pages(sequence.pages[num_shared:])
         self._unshared -= sequence.num_pages - num_shared
-        for node in path(sequence.node):
+        node = sequence.node
+        while (parent := node.parent) is not None:
             node.refs -= 1
-            self._locked -= len(node.pages) if node.refs == 0 else 0
+            if node.refs == 0:
+                self._locked -= len(node.pages)
+            node = parent
         self._memory.prune(sequence.node)
         self._slots.free([sequence.slot])
         self._active.remove(sequence)
@@ -442,7 +457,7 @@ def _history(token_ids: NDArray[np.int32]) -> bytes:
 def _seams_behind(snapshot: Snapshot, nodes: list[Segment]) -> list[Seam]:
     """Seams of a history that goes on after a snapshot. What prefill adds at a page border of a
     prefill-made frontier is what it would have added anyway; elsewhere it begins anew."""
-    runs = [snapshot.seams, *(node.seams for node in nodes)]
+    runs = [snapshot.seams, *[node.seams for node in nodes if node.seams]]
     seams = list(chain.from_iterable(reversed(runs)))
     if snapshot.last_by is MadeBy.DECODE or snapshot.num_tokens % PAGE_TOKENS:
         seams.append(Seam(snapshot.num_tokens, MadeBy.PREFILL))

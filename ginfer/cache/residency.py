@@ -42,6 +42,7 @@ class Residency:
         worth more. Its node is locked by the caller."""
         node = snapshot.node
         node.snapshots[snapshot.rest] = snapshot
+        node.settled = False
         node.num_resident += 1
         fresh = snapshot.kind is not SnapshotKind.INTERVAL
         idle_since = snapshot.used - IDLE_TURNS * self._geometry.num_slots if fresh else -1

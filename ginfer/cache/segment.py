@@ -47,6 +47,8 @@ class Segment:
     snapshots: by the bytes of the tokens between `end` and the snapshot (fewer than 64 tokens).
     num_children, num_resident: children, and those children and snapshots that are not parked.
     only: the child, where there is one: long conversations are chains of those.
+    settled: all its snapshots are passed and none ends a system prompt, so that a hit below changes
+    none of them.
     """
 
     parent: Segment | None
@@ -62,6 +64,7 @@ class Segment:
     num_children: int = 0
     num_resident: int = 0
     only: Segment | None = None
+    settled: bool = False
     end: int = field(init=False)
 
     def __post_init__(self) -> None:
