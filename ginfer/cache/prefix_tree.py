@@ -25,7 +25,7 @@ class PrefixTree:
     def match(self, data: bytes, limit: int) -> Snapshot | None:
         """The deepest snapshot among the first `limit` tokens of a history; on a tie one that
         prefill made, then the one used last. Only segments that equal the history are visited."""
-        equals, equal = data.startswith, [self.root]
+        equals, equal, forked = data.startswith, [self.root], False
         for node in equal:  # it grows by the children that are equal too
             at, child = node.end * TOKEN_NBYTES, node.only
             if child is not None:
@@ -34,8 +34,10 @@ class PrefixTree:
             elif node.num_children:
                 twins = node.children.get(data[at : at + PAGE_KEY_NBYTES], ())
                 equal += [c for c in twins if c.end <= limit and equals(c.data, at)]
+                forked = forked or len(twins) > 1
+        by_end = sorted(equal, key=attrgetter("end"), reverse=True) if forked else reversed(equal)
         best: Snapshot | None = None
-        for node in sorted(equal, key=attrgetter("end"), reverse=True):
+        for node in by_end:
             if best is not None and node.end < best.node.end:
                 break
             found = deepest(node, data, node.end * TOKEN_NBYTES, limit - node.end)
