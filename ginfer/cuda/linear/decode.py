@@ -71,7 +71,7 @@ def finisher(NT: int) -> Any:
     lane among its consumers; how: room in shared memory, T, N, epilogue, named barrier."""
     sums, consumers = NT * 4, WARPS * 32
     fetch, collect = old_results(NT), collector(sums, consumers)
-    write = result_writer(1, NT, consumers)
+    write = result_writer(NT, consumers)
     add_bf16, store_bf16 = int(Epilogue.ADD_BF16), int(Epilogue.STORE_BF16)
     early, num_old = NT <= 4, sums if NT <= 4 else 1  # more would not fit in registers
 
@@ -145,7 +145,7 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
     sums, empty, ring_bytes = NT * 4, stages * 8, stages * form.stage_bytes
     counted = NT >= COUNTED_TILES
     words = 2 * stages + counted
-    factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(1, NT, consumers)
+    factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(NT, consumers)
     declare, tiles_of = declare_sums(NT), stage_tiles(span, wgmma)
     consume = (consume_by_wgmma if wgmma else consume_by_mma)(fmt, NT, form)
     finish, add_bf16 = finisher(NT), int(Epilogue.ADD_BF16)

@@ -64,7 +64,7 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
     threads = everyone + groups * (32 if norm else 64)
     form = Ring(span, stages, UNPACK[fmt].tile_nbytes, 0 if norm else X_TILE)
     words, empty, ring_bytes = 2 * stages, stages * 8, stages * form.stage_bytes
-    factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(1, 1, consumers)
+    factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(1, consumers)
     all_words, arrivals = groups * words, 1 if norm else 2
     tiles_of, silu_up = stage_tiles(span, 0), int(Epilogue.SILU_UP)
     consume_rows, consume = consume_resident(fmt, form), consume_by_mma(fmt, 1, form)

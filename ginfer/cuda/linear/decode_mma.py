@@ -93,8 +93,8 @@ def linear_decode_mma_kernel(fmt: str, NT: int, span: int) -> Build:
     tile_bytes, x_bytes, ahead = UNPACK[fmt].tile_nbytes, NT * X_TILE, STAGES - 1
     w_bytes, sums = span * tile_bytes, NT * 4
     stage_bytes = w_bytes + span * x_bytes
-    multiply, write = _multiply(fmt, NT), result_writer(1, NT, THREADS)
-    locate, exchange_slices = item_locator(1), slice_exchange(sums, THREADS)
+    multiply, write = _multiply(fmt, NT), result_writer(NT, THREADS)
+    locate, exchange_slices = item_locator(), slice_exchange(sums, THREADS)
 
     @cuda.jit(device=True, inline="always")
     def copy(to, source, num_bytes, thread):

@@ -1,7 +1,7 @@
 """Slices of K in decode linear: who computes which, their sums in turn, and results to memory.
 
-Legend: N rows of W, T tokens, NT tiles of 8 tokens, M 16-row tiles of a warp; c: a thread's sums,
-[M][NT][rows g and g + 8][two tokens].
+Legend: N rows of W, T tokens, NT tiles of 8 tokens; c: a thread's sums of a 16-row tile,
+[NT][rows g and g + 8][two tokens].
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SLICE_TILES = 4  # slices of K begin at multiples of 256 columns
 _offset = cuda.jit(device=True, inline="always")(fragment_offset)
 
 
-def item_locator(RB: int) -> Any:
-    """Device function: (first row block, end of its row blocks, first k tile, k tiles) of an item
-    of RB row blocks, of which the first `sliced` are slices."""
+def item_locator() -> Any:
+    """Device function: (row block, end of the row blocks of its kind, first k tile, k tiles) of an
+    item, of which the first `sliced` are slices."""
 
     @cuda.jit(device=True, inline="always")
     def locate(item, sliced, k_tiles, blocks, whole, slices):
         if item >= sliced:
-            return uint32((item - sliced) * uint32(RB)), whole, uint32(0), k_tiles
+            return uint32(item - sliced), whole, uint32(0), k_tiles
         group = div_u32(item, slices)
         s = uint32(item - group * slices)
         steps = uint32((k_tiles + uint32(SLICE_TILES - 1)) >> uint32(2))
@@ -51,7 +51,7 @@ def item_locator(RB: int) -> Any:
         extra = uint32(steps - base * slices)
         first = uint32(uint32(s * base + min(s, extra)) << uint32(2))
         count = uint32(uint32(base + (uint32(1) if s < extra else uint32(0))) << uint32(2))
-        block = uint32(whole + group * uint32(RB))
+        block = uint32(whole + group)
         return block, blocks, first, min(count, uint32(k_tiles - first))
 
     return locate
@@ -102,21 +102,20 @@ def slice_exchange(sums: int, threads: int, at_once: int = 0) -> Any:
     return exchange
 
 
-def _write_rows(M: int, NT: int) -> Any:
+def _write_rows(NT: int) -> Any:
     """Device function: the sums of a warp's rows to a row-major y."""
-    add_bf16, store_f32, sums = int(Epilogue.ADD_BF16), int(Epilogue.STORE_F32), M * NT * 4
+    add_bf16, store_f32, sums = int(Epilogue.ADD_BF16), int(Epilogue.STORE_F32), NT * 4
 
     @cuda.jit(device=True, inline="always")
     def add(c, y, first_row, end_row, lane, T, N):
         """c += what is there, all of which is asked for before any of it is used."""
         old, last = cuda.local.array(sums, uint16), uint32(end_row - uint32(1))
-        for m in range(M):
-            for n in range(NT):
-                for i in range(4):
-                    row = uint32(first_row + (lane >> uint32(2)) + uint32(m * 16 + (i >> 1) * 8))
-                    t = uint32((lane & uint32(3)) * uint32(2) + uint32(n * 8 + (i & 1)))
-                    at = int64(min(t, uint32(T - uint32(1)))) * int64(N) + int64(min(row, last))
-                    old[(m * NT + n) * 4 + i] = ld_global_u16(y + at * 2)
+        for n in range(NT):
+            for i in range(4):
+                row = uint32(first_row + (lane >> uint32(2)) + uint32((i >> 1) * 8))
+                t = uint32((lane & uint32(3)) * uint32(2) + uint32(n * 8 + (i & 1)))
+                at = int64(min(t, uint32(T - uint32(1)))) * int64(N) + int64(min(row, last))
+                old[n * 4 + i] = ld_global_u16(y + at * 2)
         for i in range(sums):
             c[i] = f32_from_bits(uint32(old[i]) << uint32(16)) + c[i]
 
@@ -124,18 +123,17 @@ def _write_rows(M: int, NT: int) -> Any:
     def write(c, y, first_row, end_row, lane, T, N, epilogue):
         if epilogue == uint32(add_bf16):
             add(c, y, first_row, end_row, lane, T, N)
-        for m in range(M):
-            for n in range(NT):
-                for i in range(4):
-                    row = uint32(first_row + (lane >> uint32(2)) + uint32(m * 16 + (i >> 1) * 8))
-                    t = uint32((lane & uint32(3)) * uint32(2) + uint32(n * 8 + (i & 1)))
-                    if t < T and row < end_row:
-                        value = c[(m * NT + n) * 4 + i]
-                        at = int64(t) * int64(N) + int64(row)
-                        if epilogue == uint32(store_f32):
-                            st_global_f32(y + at * 4, value)
-                        else:
-                            st_global_u16(y + at * 2, bf16_from_f32(value))
+        for n in range(NT):
+            for i in range(4):
+                row = uint32(first_row + (lane >> uint32(2)) + uint32((i >> 1) * 8))
+                t = uint32((lane & uint32(3)) * uint32(2) + uint32(n * 8 + (i & 1)))
+                if t < T and row < end_row:
+                    value = c[n * 4 + i]
+                    at = int64(t) * int64(N) + int64(row)
+                    if epilogue == uint32(store_f32):
+                        st_global_f32(y + at * 4, value)
+                    else:
+                        st_global_u16(y + at * 2, bf16_from_f32(value))
 
     return write
 
@@ -155,46 +153,42 @@ def old_results(NT: int) -> Any:
     return fetch
 
 
-def _write_silu(M: int, NT: int, threads: int) -> Any:
+def _write_silu(NT: int, threads: int) -> Any:
     """Device function: silu(gate) * up in fragment order; 16-row tiles alternate gate and up.
 
     Padding of rows and tokens has sums of zero and stays zero.
     """
-    sums = M * NT * 4
+    sums = NT * 4
 
     @cuda.jit(device=True, inline="always")
     def write(c, y, first_row, end_row, warp, lane, room, meet):
         row = uint32((first_row >> uint32(5)) * uint32(16) + (lane >> uint32(2)))
         at = y + int64(_offset(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
-        if M == 1:  # odd warps hold the up rows of the even warp before them
-            place = uint32(room + (warp >> uint32(1)) * uint32(sums * 128) + lane * uint32(4))
-            if warp & uint32(1):
-                for i in range(sums):
-                    st_shared_f32(uint32(place + uint32(i * 128)), c[i])
-            named_barrier(meet, uint32(threads))
-            if warp & uint32(1) == 0 and first_row < end_row:
-                for i in range(sums):
-                    up = ld_shared_f32(uint32(place + uint32(i * 128)))
-                    to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
-                    st_global_u16(to, bf16_from_f32(silu(c[i]) * up))
-            named_barrier(meet, uint32(threads))
-        elif first_row < end_row:
-            for i in range(NT * 4):
+        # odd warps hold the up rows of the even warp before them
+        place = uint32(room + (warp >> uint32(1)) * uint32(sums * 128) + lane * uint32(4))
+        if warp & uint32(1):
+            for i in range(sums):
+                st_shared_f32(uint32(place + uint32(i * 128)), c[i])
+        named_barrier(meet, uint32(threads))
+        if warp & uint32(1) == 0 and first_row < end_row:
+            for i in range(sums):
+                up = ld_shared_f32(uint32(place + uint32(i * 128)))
                 to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
-                st_global_u16(to, bf16_from_f32(silu(c[i]) * c[NT * 4 + i]))
+                st_global_u16(to, bf16_from_f32(silu(c[i]) * up))
+        named_barrier(meet, uint32(threads))
 
     return write
 
 
-def room_nbytes(M: int, NT: int, threads: int) -> int:
+def room_nbytes(NT: int, threads: int) -> int:
     """Shared memory that result_writer's function needs as `room`."""
-    return threads // 2 * NT * 16 if M == 1 else 0
+    return threads // 2 * NT * 16
 
 
-def result_writer(M: int, NT: int, threads: int) -> Any:
+def result_writer(NT: int, threads: int) -> Any:
     """Device function of `threads` threads, which meet at named barrier `meet`: the sums of a
     warp's rows from `first_row`, those below `end_row`, a multiple of 128, to y by the epilogue."""
-    write_rows, write_silu = _write_rows(M, NT), _write_silu(M, NT, threads)
+    write_rows, write_silu = _write_rows(NT), _write_silu(NT, threads)
     silu_up = int(Epilogue.SILU_UP)
 
     @cuda.jit(device=True, inline="always")
