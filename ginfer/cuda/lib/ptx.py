@@ -188,6 +188,7 @@ st_release_system_u32 = ptx_op("st.release.sys.global.u32 [$0], $1;", "", "lr")
 ld_acquire_system_u32 = ptx_op("ld.acquire.sys.global.u32 $0, [$1];", "r", "l")
 
 # Exchange between the lanes of a warp; all 32 take part.
+lane_f32 = ptx_op("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "f", "fr")
 shfl_xor_f32 = ptx_op("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "f", "fr")
 shfl_xor_u32 = ptx_op("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "r", "rr")
 ldmatrix_x4_trans = ptx_op(

@@ -219,8 +219,8 @@ def _shuffle(value, distance):
     return values[(machine.thread & 31) ^ distance]
 
 
-def _first_lane(value):
-    return (yield from _gather(value))[0]
+def _lane(value, lane=0):
+    return (yield from _gather(value))[lane]
 
 
 def _none(*_):
@@ -348,6 +348,7 @@ _OTHERS = {
     "mma_m16n8k16_bf16": _mma,
     "mma_pair_add": _mma_pair_add,
     "split_bf16": _split_bf16,
+    "lane_f32": _lane,
     "shfl_xor_f32": _shuffle,
     "shfl_xor_u32": _shuffle,
     "f32_from_bits": float_of,
@@ -366,7 +367,7 @@ _OTHERS = {
     "div_u32": lambda a, b: a // b,
     "mul_high_u64": lambda a, b: TYPES["int64"]((a & M64) * (b & M64) >> 64),
     "any_lane_u32": lambda value: int(value != 0),  # each lane for itself
-    "first_lane_u32": _first_lane,
+    "first_lane_u32": _lane,
     "named_barrier": _named_barrier,
     "mbarrier_init": _mbarrier_init,
     "mbarrier_expect_bytes": lambda at, nbytes: _mbarrier_change(at, 1, nbytes),

@@ -8,7 +8,9 @@ from ginfer.cuda.linear.decode import NEVER, linear_decode_kernel
 from ginfer.cuda.linear.decode_few import linear_decode_few_kernel
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.norm import rms_norm_kernel
+from ginfer.formats import BF16, Layout
 from ginfer.sizes import div_ceil
+from scripts.pack.codecs import encode
 from tests.cuda.test_linear_decode import buffer_size, offsets, weights
 from tests.device_cases import EPS, normal
 from tests.host.cuda.emulator import run
@@ -103,3 +105,18 @@ def test_a_small_matrix_beside_has_the_bits_of_its_own_launch(slices):
     few = rows.few(takers=1, beside=(other[0], y, other_N, slices))
     assert (linear((item, 3), matrix, rows.x, cut=(1, 2), **common, few=few) == first).all()
     assert (y == want).all()
+
+
+@pytest.mark.parametrize(("groups", "T"), [(2, 1), (2, 4), (2, 7), (1, 8)])
+def test_every_thread_norms_its_columns(groups, T):
+    K, columns = 5120, [0, 1, 1022, 1025, 2046, 2049, 3071, 3072, 4095, 4096, 4607, 5118, 5119]
+    chosen = np.zeros((16, K), np.float32)
+    chosen[np.arange(len(columns)), columns] = 1
+    payload = np.asarray(encode(BF16, Layout.TILE, chosen)).reshape(-1).view(np.uint8)
+    rows, y = Rows(T, K), output(T, 16, Epilogue.STORE_F32)
+    item = linear_decode_few_kernel("BF16", groups, 2, 2, 1)
+    nothing = (np.zeros(16, np.uint8), (128, K))
+    few, result = rows.few(takers=0, beside=(payload, y, 16, 1)), (T, Epilogue.STORE_F32)
+    linear((item, 1), nothing, rows.x, cut=(1, 0), result=result, few=few)
+    want = rows.normed[offsets(T, K, K)[:, columns]].astype(np.uint32) << 16
+    assert (y[:, : len(columns)] == want).all()
