@@ -212,6 +212,9 @@ class EngineBridge:
             self._failure = error
         finally:
             child, self._child = self._child, None
+            if self._state.ready:
+                reason = "the engine process has ended; the engine is restarting"
+                self._set_state(EnginePhase.RESTARTING, reason)
             status = await child.stop()
         if self._failure is not None:
             return self._failure.message

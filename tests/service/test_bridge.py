@@ -165,6 +165,11 @@ async def _restart(bridge: EngineBridge) -> None:
     stream = await bridge.submit(_endless("i"))
     assert bridge.pid is not None
     kill9(bridge.pid)
+    while bridge.pid is not None:
+        await asyncio.sleep(0)
+    assert bridge.state.phase is EnginePhase.RESTARTING  # before the process has been waited for
+    with pytest.raises(UnavailableError, match="restarting"):
+        await bridge.stats()
     last = [event async for event in stream][-1]
     assert isinstance(last, Failed)
     assert (last.error.code, last.error.status) == ("engine_restarted", 503)
