@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,8 +56,7 @@ class EventBuffer:
         """Append, merging with the last event if both are deltas of one channel."""
         last = self._events[-1] if self._events else None
         if isinstance(event, Delta) and isinstance(last, Delta) and _mergeable(last, event):
-            self._events[-1] = replace(
-                last,
+            self._events[-1] = last._replace(
                 text=last.text + event.text,
                 token_ids=last.token_ids + event.token_ids,
                 logprobs=last.logprobs + event.logprobs,

@@ -6,7 +6,7 @@ Decoders check every type and length; whatever a frame holds, the only error is 
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,10 +220,10 @@ def _divided(delta: Delta) -> Iterator[Delta]:
     if len(delta.text) <= TEXT_CHARS:
         yield delta
         return
-    yield replace(delta, text=delta.text[:TEXT_CHARS])
+    yield delta._replace(text=delta.text[:TEXT_CHARS])
     for start in range(TEXT_CHARS, len(delta.text), TEXT_CHARS):
         text = delta.text[start : start + TEXT_CHARS]
-        yield replace(delta, text=text, token_ids=(), logprobs=())
+        yield delta._replace(text=text, token_ids=(), logprobs=())
 
 
 def _encode_deltas(deltas: list[Delta]) -> Frame:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ginfer.errors import GInferError, RequestError
 from ginfer.prompt import Channel
@@ -162,8 +162,7 @@ class Started:
     recomputed_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Delta:
+class Delta(NamedTuple):
     """New output of one channel: text that is safe to show, the token ids behind it so far unsent,
     their logprobs when wanted. Text and ids may arrive at different times (text is held back while
     ambiguous)."""

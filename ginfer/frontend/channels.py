@@ -118,5 +118,7 @@ def _pieces(channel: Channel, text: str) -> list[tuple[Channel, str]]:
 
 
 def _held_size(text: str) -> int:
-    """Length of the longest end of text that may begin CLOSE."""
-    return next((n for n in range(len(CLOSE) - 1, 0, -1) if text.endswith(CLOSE[:n])), 0)
+    """Length of the longest end of text that may begin CLOSE, whose first character is in it once.
+    text: without CLOSE."""
+    at = text.rfind(CLOSE[0])
+    return len(text) - at if at >= 0 and CLOSE.startswith(text[at:]) else 0

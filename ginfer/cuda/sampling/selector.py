@@ -190,7 +190,7 @@ class Selector:
         self._graphs: dict[tuple[int, bool, bool], Graph] = {}
         self._said: tuple[NDArray[Any] | None, ...] = (None,)  # by requests, of the records
         self._draws = np.zeros(0, DRAW)
-        self._position, self._purpose, self._forced = np.zeros((3, 0), np.int32)
+        self._position = np.zeros(0, np.int32)
         self._greedy = False
 
     @property
@@ -285,15 +285,13 @@ class Selector:
         """The records of draws; what requests say stays from round to round, in the same arrays."""
         said = (
             *(s.rows, s.top_k, s.temperature, s.presence, s.frequency),
-            *(s.seeds, s.top_p, s.min_p, s.bias_indptr),
+            *(s.seeds, s.top_p, s.min_p, s.bias_indptr, s.purposes, s.forced),
         )
         if not all(map(is_, said, self._said)):
+            assert int(s.forced.max(initial=-1)) < self._V
             self._said, self._draws = said, draw_records(s)
-            self._greedy = not s.temperature.any()
-            names = ("position", "purpose", "forced")
-            self._position, self._purpose, self._forced = (self._draws[name] for name in names)
-        self._position[:], self._purpose[:], self._forced[:] = s.positions, s.purposes, s.forced
-        assert int(self._forced.max(initial=-1)) < self._V
+            self._greedy, self._position = not s.temperature.any(), self._draws["position"]
+        self._position[:] = s.positions
         return self._draws
 
     def reset(self, lanes: Sequence[int]) -> None:
