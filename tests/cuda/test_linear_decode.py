@@ -245,6 +245,16 @@ def test_a_column_alone_is_itself_in_any_company_bit_for_bit(case, fmt, shape):
         assert (together.view(np.uint32) == alone[: len(together)].view(np.uint32)).all()
 
 
+def test_a_small_matrix_has_the_same_bits_at_any_width(case):
+    it = case("BF16", (96, 5120))
+    x = tokens(128, it.K)
+    alone = np.concatenate([it.run(x[t : t + 1], Epilogue.STORE_F32) for t in range(0, 128, 9)])
+    for T in WIDTHS:
+        for graph in (False, True):
+            together = it.run(x[:T], Epilogue.STORE_F32, graph=graph)[::9]
+            assert (together.view(np.uint32) == alone[: len(together)].view(np.uint32)).all()
+
+
 def test_grid_and_replay_change_no_bit(case, device):
     it = case("Q4G64_F16S", (2048, 1024))
     x = tokens(9, it.K)

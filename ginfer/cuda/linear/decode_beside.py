@@ -29,6 +29,50 @@ ROW_TILE_NBYTES = TILE_NBYTES // 8
 AT_ONCE = 4  # k tiles whose weights are on their way
 
 
+@cuda.jit(device=True, inline="always")
+def load_weights(v, b, at, lane):
+    """v[16 b : 16 b + 16] = A of the four steps of a k tile, at the address of a row tile."""
+    for step in range(4):
+        q = ld_global_u32x4(at + int64(lane) * 16 + step * 512)
+        for j in range(4):
+            v[(b * 4 + step) * 4 + j] = q[j]
+
+
+@cuda.jit(device=True, inline="always")
+def multiply_half(d, v, p, q):
+    """d[0:4] += two steps of a k tile: A is v[p : p + 8], B is q[0:4]."""
+    for j in range(2):
+        r = mma_m16n8k16_bf16(
+            *(v[p + 4 * j], v[p + 4 * j + 1], v[p + 4 * j + 2], v[p + 4 * j + 3]),
+            *(q[2 * j], q[2 * j + 1]),
+            *(d[0], d[1], d[2], d[3]),
+        )
+        for i in range(4):
+            d[i] = r[i]
+
+
+@cuda.jit(device=True, inline="always")
+def finish_row_tile(c, y, room, row_tile, slices, T, N, lane):
+    """One warp: the sums of all slices, 512 bytes each in `room`, to rows of y [T, N] FP32."""
+    for i in range(4):
+        c[i] = float32(0.0)
+        for s in range(slices):
+            at = uint32(room + uint32(s) * uint32(512) + lane * uint32(16) + uint32(4 * i))
+            c[i] = c[i] + ld_shared_f32(at)
+        row = uint32(row_tile * uint32(16) + (lane >> uint32(2)) + uint32((i >> 1) * 8))
+        t = uint32((lane & uint32(3)) * uint32(2) + uint32(i & 1))
+        if t < T and row < N:
+            st_global_f32(y + (int64(t) * int64(N) + int64(row)) * 4, c[i])
+
+
+@cuda.jit(device=True, inline="always")
+def put_slice(c, room, s, lane):
+    """A warp's sums of a slice, for `finish_row_tile`."""
+    for i in range(4):
+        to = uint32(room + s * uint32(512) + lane * uint32(16) + uint32(4 * i))
+        st_shared_f32(to, c[i])
+
+
 def row_tiles(warps: int, meet: int) -> Any:
     """Device function rows(w, y, tokens, room, shares, k_tiles, slices, T, N, thread) of that many
     warps, which meet at barrier `meet`: row tiles first, first + step, ... of y [T, N] FP32 with
@@ -37,28 +81,13 @@ def row_tiles(warps: int, meet: int) -> Any:
     num_words = AT_ONCE * 16
 
     @cuda.jit(device=True, inline="always")
-    def load(v, b, at, lane):
-        for step in range(4):
-            q = ld_global_u32x4(at + int64(lane) * 16 + step * 512)
-            for j in range(4):
-                v[(b * 4 + step) * 4 + j] = q[j]
-
-    @cuda.jit(device=True, inline="always")
     def add_tile(c, v, b, tokens):
         d = cuda.local.array(4, float32)
         for j in range(4):
             d[j] = float32(0.0)
         for half in range(2):
             q = ldmatrix_x4(uint32(tokens + uint32(half * 64)))
-            for j in range(2):
-                p = (b * 4 + half * 2 + j) * 4
-                r = mma_m16n8k16_bf16(
-                    *(v[p], v[p + 1], v[p + 2], v[p + 3]),
-                    *(q[2 * j], q[2 * j + 1]),
-                    *(d[0], d[1], d[2], d[3]),
-                )
-                for i in range(4):
-                    d[i] = r[i]
+            multiply_half(d, v, (b * 4 + half * 2) * 4, q)
         for j in range(4):
             c[j] = add_rn_f32(d[j], c[j])
 
@@ -71,24 +100,12 @@ def row_tiles(warps: int, meet: int) -> Any:
         while done < count:
             for b in range(AT_ONCE):
                 if uint32(done + uint32(b)) < count:
-                    load(v, b, w + int64(first + done + uint32(b)) * TILE_NBYTES, lane)
+                    load_weights(v, b, w + int64(first + done + uint32(b)) * TILE_NBYTES, lane)
             for b in range(AT_ONCE):
                 k = uint32(done + uint32(b))
                 if k < count:
                     add_tile(c, v, b, uint32(tokens + (first + k) * uint32(128)))
             done = uint32(done + uint32(AT_ONCE))
-
-    @cuda.jit(device=True, inline="always")
-    def finish(c, y, room, row_tile, slices, T, N, lane):
-        for i in range(4):
-            c[i] = float32(0.0)
-            for s in range(slices):
-                at = uint32(room + uint32(s) * uint32(512) + lane * uint32(16) + uint32(4 * i))
-                c[i] = c[i] + ld_shared_f32(at)
-            row = uint32(row_tile * uint32(16) + (lane >> uint32(2)) + uint32((i >> 1) * 8))
-            t = uint32((lane & uint32(3)) * uint32(2) + uint32(i & 1))
-            if t < T and row < N:
-                st_global_f32(y + (int64(t) * int64(N) + int64(row)) * 4, c[i])
 
     @cuda.jit(device=True, inline="always")
     def rows(w, y, tokens, room, shares, k_tiles, slices, T, N, thread):
@@ -102,13 +119,11 @@ def row_tiles(warps: int, meet: int) -> Any:
                     uint32(s * uint32(2)), (k_tiles, uint32(1), uint32(0), slices, uint32(1))
                 )
                 add_slice(c, at, tokens, first, count, lane)
-                for i in range(4):
-                    to = uint32(room + s * uint32(512) + lane * uint32(16) + uint32(4 * i))
-                    st_shared_f32(to, c[i])
+                put_slice(c, room, s, lane)
                 s = uint32(s + uint32(warps))
             named_barrier(uint32(meet), uint32(threads))
             if warp == uint32(0):
-                finish(c, y, room, row_tile, slices, T, N, lane)
+                finish_row_tile(c, y, room, row_tile, slices, T, N, lane)
             named_barrier(uint32(meet), uint32(threads))
             row_tile = uint32(row_tile + step)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ginfer.cuda.linear.decode import COUNTED_TILES
 from ginfer.cuda.linear.decode_results import SLICE_TILES, X_TILE
+from ginfer.cuda.linear.decode_small import MOST_ROWS, linear_decode_small_kernel
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.linear.variants import COLUMN_TILES, decode_kernel
@@ -68,6 +69,12 @@ class DecodeLinear:
     epilogue: Epilogue = Epilogue.STORE_BF16
     num_sms: int = SMS
 
+    @property
+    def is_small(self) -> bool:
+        """Whether `decode_small` has a variant."""
+        wanted = self.fmt == "BF16" and self.epilogue == Epilogue.STORE_F32
+        return wanted and self.N <= MOST_ROWS
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeScratch:
@@ -120,9 +127,13 @@ def linear_decode(
     for first in range(0, T, LAUNCH_TOKENS):
         count = min(T - first, LAUNCH_TOKENS)
         NT = column_tiles(count)
+        tokens_at, result_at = first * k_tiles * X_TILE // 8, first * _row_nbytes(matrix)
+        if early and NT > 1 and matrix.is_small:
+            to, sizes = (y + result_at, x + tokens_at), (max(parts, 1), NT, count)
+            _small_linear(image, stream, *to, sizes=sizes, matrix=matrix)
+            continue
         shape = (matrix.N, matrix.K, NT, UNPACK[matrix.fmt].tile_nbytes)
         item, ahead = decode_kernel(image.plans, matrix.fmt, shape)
-        tokens_at, result_at = first * k_tiles * X_TILE // 8, first * _row_nbytes(matrix)
         counted = NT >= COUNTED_TILES or not early
         slices = scratch.counted if counted else scratch.workspace
         addresses = (matrix.w, x + tokens_at, y + result_at, slices, scratch.counters)
@@ -133,6 +144,22 @@ def linear_decode(
         else:
             items = (blocks - whole) * parts + whole
             image.launch(item, (items,), stream, *addresses, *scalars)
+
+
+def _small_linear(
+    image: Image,
+    stream: Stream,
+    y: int,
+    x: int,
+    *,
+    sizes: tuple[int, int, int],
+    matrix: DecodeLinear,
+) -> None:
+    """The launch of `decode_small`; sizes: slices, NT, T."""
+    (slices, NT, T), k_tiles = sizes, div_ceil(matrix.K, 64)
+    grid = (div_ceil(matrix.N, 16) * NT,)
+    arguments = (matrix.w, x, y, k_tiles, slices, NT, T, matrix.N)
+    image.launch(linear_decode_small_kernel(), grid, stream, *arguments, dependent=True)
 
 
 def _row_nbytes(matrix: DecodeLinear) -> int:

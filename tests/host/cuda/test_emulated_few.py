@@ -6,12 +6,13 @@ import pytest
 from ginfer.cuda.lib.fragment import tiles_of
 from ginfer.cuda.linear.decode import NEVER, linear_decode_kernel
 from ginfer.cuda.linear.decode_few import linear_decode_few_kernel
+from ginfer.cuda.linear.decode_small import linear_decode_small_kernel
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.norm import rms_norm_kernel
 from ginfer.formats import BF16, Layout
 from ginfer.sizes import div_ceil
-from scripts.pack.codecs import encode
-from tests.cuda.test_linear_decode import buffer_size, offsets, weights
+from scripts.pack.codecs import bf16_bits, encode
+from tests.cuda.test_linear_decode import buffer_size, column_tiles, offsets, tokens, weights
 from tests.device_cases import EPS, normal
 from tests.host.cuda.emulator import run
 
@@ -105,6 +106,23 @@ def test_a_small_matrix_beside_has_the_bits_of_its_own_launch(slices):
     few = rows.few(takers=1, beside=(other[0], y, other_N, slices))
     assert (linear((item, 3), matrix, rows.x, cut=(1, 2), **common, few=few) == first).all()
     assert (y == want).all()
+
+
+@pytest.mark.parametrize(("T", "slices"), [(20, 3), (9, 1)])
+def test_a_small_matrix_of_many_tokens_has_the_bits_of_each_alone(T, slices):
+    (N, K), NT = (40, 1152), column_tiles(T)
+    matrix, x = (weights("BF16", N, K)[0], (N, K)), bf16_bits(tokens(T, K))
+    together = np.zeros(buffer_size(T, K), np.uint16)
+    together[offsets(T, K, K)] = x
+    y = output(T, N, Epilogue.STORE_F32)
+    sizes = (K // 64, slices, NT, T, N)
+    run(linear_decode_small_kernel(), 3 * NT, matrix[0], together, y, *sizes)
+    plain = linear_decode_kernel("BF16", 1, 2, 2, 0)
+    for t in (0, 8, T - 1):
+        alone = np.zeros(buffer_size(1, K), np.uint16)
+        alone[offsets(1, K, K)] = x[t : t + 1]
+        result = (1, Epilogue.STORE_F32)
+        assert (y[t] == linear((plain, 1), matrix, alone, cut=(0, slices), result=result)).all()
 
 
 @pytest.mark.parametrize(("groups", "T"), [(2, 1), (2, 4), (2, 7), (1, 8)])
