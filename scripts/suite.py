@@ -52,6 +52,7 @@ LANES = (
     ),
     Lane("service", ("tests/service",)),
     Lane("models", ("tests/models",)),
+    Lane("emulated", ("tests/host/cuda",), niceness=10),  # kernels, thread by thread
     Lane("host", ("tests",)),
 )
 
