@@ -52,8 +52,8 @@ LANES = (
     ),
     Lane("service", ("tests/service",)),
     Lane("models", ("tests/models",)),
-    Lane("emulated", ("tests/host/cuda",), niceness=10),  # kernels, thread by thread
-    Lane("host", ("tests",)),
+    Lane("emulated", ("tests/host/cuda",)),  # kernels, thread by thread: the longest
+    Lane("host", ("tests",), niceness=10),
 )
 
 
