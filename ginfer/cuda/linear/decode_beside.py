@@ -39,16 +39,24 @@ def load_weights(v, b, at, lane):
 
 
 @cuda.jit(device=True, inline="always")
-def multiply_half(d, v, p, q):
-    """d[0:4] += two steps of a k tile: A is v[p : p + 8], B is q[0:4]."""
-    for j in range(2):
+def add_k_tile(c, v, b, low, high):
+    """c[0:4] += the chain of k tile b of v; low, high: B of its first two steps and of the others,
+    four words each."""
+    d = cuda.local.array(4, float32)
+    for i in range(4):
+        d[i] = float32(0.0)
+    for step in range(4):
+        p, j = (b * 4 + step) * 4, 2 * (step & 1)
+        q = low if step < 2 else high
         r = mma_m16n8k16_bf16(
-            *(v[p + 4 * j], v[p + 4 * j + 1], v[p + 4 * j + 2], v[p + 4 * j + 3]),
-            *(q[2 * j], q[2 * j + 1]),
+            *(v[p], v[p + 1], v[p + 2], v[p + 3]),
+            *(q[j], q[j + 1]),
             *(d[0], d[1], d[2], d[3]),
         )
         for i in range(4):
             d[i] = r[i]
+    for i in range(4):
+        c[i] = add_rn_f32(d[i], c[i])
 
 
 @cuda.jit(device=True, inline="always")
@@ -81,17 +89,6 @@ def row_tiles(warps: int, meet: int) -> Any:
     num_words = AT_ONCE * 16
 
     @cuda.jit(device=True, inline="always")
-    def add_tile(c, v, b, tokens):
-        d = cuda.local.array(4, float32)
-        for j in range(4):
-            d[j] = float32(0.0)
-        for half in range(2):
-            q = ldmatrix_x4(uint32(tokens + uint32(half * 64)))
-            multiply_half(d, v, (b * 4 + half * 2) * 4, q)
-        for j in range(4):
-            c[j] = add_rn_f32(d[j], c[j])
-
-    @cuda.jit(device=True, inline="always")
     def add_slice(c, w, tokens, first, count, lane):
         v = cuda.local.array(num_words, uint32)
         for i in range(4):
@@ -104,7 +101,8 @@ def row_tiles(warps: int, meet: int) -> Any:
             for b in range(AT_ONCE):
                 k = uint32(done + uint32(b))
                 if k < count:
-                    add_tile(c, v, b, uint32(tokens + (first + k) * uint32(128)))
+                    at = uint32(tokens + (first + k) * uint32(128))
+                    add_k_tile(c, v, b, ldmatrix_x4(at), ldmatrix_x4(uint32(at + uint32(64))))
             done = uint32(done + uint32(AT_ONCE))
 
     @cuda.jit(device=True, inline="always")

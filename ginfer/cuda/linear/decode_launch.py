@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ginfer.cuda.linear.decode import COUNTED_TILES
-from ginfer.cuda.linear.decode_results import SLICE_TILES, X_TILE
+from ginfer.cuda.linear.decode_results import MAX_SLICES, SLICE_TILES, X_TILE
 from ginfer.cuda.linear.decode_small import MOST_ROWS, linear_decode_small_kernel
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.stream import Stream
 
 SMS = 132  # multiprocessors that slices are cut for: part of the numbers, whatever the device has
-MAX_SLICES = 16
 MAX_TOKENS = 128
 LAUNCH_TOKENS = 8 * max(COLUMN_TILES)
 COUNTERS_NBYTES = 16 << 10  # one u32 per row block

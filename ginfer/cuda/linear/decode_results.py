@@ -32,6 +32,7 @@ from ginfer.cuda.linear.epilogue import Epilogue
 
 X_TILE = 1024  # bytes of 8 tokens x 64 columns
 SLICE_TILES = 4  # slices of K begin at multiples of 256 columns
+MAX_SLICES = 16  # of a row block that shares none of them
 
 _offset = cuda.jit(device=True, inline="always")(fragment_offset)
 

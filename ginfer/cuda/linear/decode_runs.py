@@ -30,8 +30,8 @@ from ginfer.cuda.lib.ptx import (
     ld_relaxed_u32x4,
     st_relaxed_u32x4,
 )
+from ginfer.cuda.linear.decode_results import SLICE_TILES
 
-STEP_TILES = 4  # slices of K begin at multiples of 256 columns
 AT_ONCE = 16  # sums of a slot that a thread waits for together
 SLICES_AT_ONCE = 5
 ALL, SEND, NOTHING = 0xFFFFFFFF, 0xFFFFFFFE, 0xFFFFFFFD
@@ -50,7 +50,7 @@ def place(item, cut):
         elif block >= first:
             block, left = uint32(block - first + whole), zero
         return block, zero, left if part == zero else zero, zero, zero, zero
-    steps = uint32((k_tiles + uint32(STEP_TILES - 1)) // uint32(STEP_TILES))
+    steps = uint32((k_tiles + uint32(SLICE_TILES - 1)) // uint32(SLICE_TILES))
     total = uint32(uint32(blocks - whole) * steps)
     begin = div_u32(uint32(turn * total), runs)
     end = div_u32(uint32(uint32(turn + uint32(1)) * total), runs)
@@ -58,12 +58,12 @@ def place(item, cut):
     start, stop = begin, min(end, uint32(uint32(j + uint32(1)) * steps))
     if part != zero:
         j, start, stop = uint32(j + uint32(1)), stop, end
-    first = uint32(uint32(start - j * steps) * uint32(STEP_TILES))
-    count = uint32(uint32(stop - start) * uint32(STEP_TILES))
+    first = uint32(uint32(start - j * steps) * uint32(SLICE_TILES))
+    count = uint32(uint32(stop - start) * uint32(SLICE_TILES))
     if count > zero:
         count = min(count, uint32(k_tiles - first))
-    before = uint32(uint32(start - begin) * uint32(STEP_TILES))
-    after = uint32(uint32(end - stop) * uint32(STEP_TILES))
+    before = uint32(uint32(start - begin) * uint32(SLICE_TILES))
+    after = uint32(uint32(end - stop) * uint32(SLICE_TILES))
     return uint32(whole + j), first, count, before, after, uint32(turn + j)
 
 
@@ -101,7 +101,7 @@ def slots(block, cut):
     """(first slot, slices) of a row block that is cut."""
     k_tiles, blocks, whole, runs, _ = cut
     j = uint32(block - whole)
-    steps = uint32((k_tiles + uint32(STEP_TILES - 1)) // uint32(STEP_TILES))
+    steps = uint32((k_tiles + uint32(SLICE_TILES - 1)) // uint32(SLICE_TILES))
     total = uint32(uint32(blocks - whole) * steps)
     low = div_u32(uint32(uint32(j * steps + uint32(1)) * runs - uint32(1)), total)
     high = div_u32(uint32(uint32(uint32(j + uint32(1)) * steps) * runs - uint32(1)), total)

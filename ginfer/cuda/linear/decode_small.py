@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.lib.ptx import (
-    add_rn_f32,
     div_u32,
     ld_global_u32,
     let_next_kernel_start,
@@ -26,12 +25,12 @@ from ginfer.cuda.linear.decode_beside import (
     AT_ONCE,
     ROW_TILE_NBYTES,
     TILE_NBYTES,
+    add_k_tile,
     finish_row_tile,
     load_weights,
-    multiply_half,
     put_slice,
 )
-from ginfer.cuda.linear.decode_results import X_TILE
+from ginfer.cuda.linear.decode_results import MAX_SLICES, X_TILE
 from ginfer.cuda.linear.decode_runs import place
 from ginfer.cuda.runtime.jit import Build, kernel
 from ginfer.cuda.runtime.queue import starts_early
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
 
 MOST_ROWS = 128  # one row block
-MOST_SLICES = 16  # a warp each
-THREADS = 32 * MOST_SLICES
+THREADS = 32 * MAX_SLICES  # a warp each
 
 
 @cuda.jit(device=True, inline="always")
@@ -57,7 +55,7 @@ def load_tokens(x, p, at, lane):
 def linear_decode_small_kernel():
     """Arguments w, x, y, k_tiles, slices, NT, T, N. w: [N, K] BF16 in tiles, N at most MOST_ROWS;
     y: [T, N] FP32. A block takes a row tile and a tile of tokens."""
-    num_weights, num_tokens, room_words = AT_ONCE * 16, AT_ONCE * 8, MOST_SLICES * 128
+    num_weights, num_tokens, room_words = AT_ONCE * 16, AT_ONCE * 8, MAX_SLICES * 128
 
     @cuda.jit(device=True, inline="always")
     def load_all(v, w, done, count, lane):
@@ -67,16 +65,12 @@ def linear_decode_small_kernel():
 
     @cuda.jit(device=True, inline="always")
     def add_all(c, v, u, done, count):
-        d = cuda.local.array(4, float32)
         for b in range(AT_ONCE):
             if uint32(done + uint32(b)) < count:
-                for j in range(4):
-                    d[j] = float32(0.0)
-                for half in range(2):
-                    p = b * 8 + half * 4
-                    multiply_half(d, v, 2 * p, (u[p], u[p + 1], u[p + 2], u[p + 3]))
-                for j in range(4):
-                    c[j] = add_rn_f32(d[j], c[j])
+                p = b * 8
+                low = (u[p], u[p + 1], u[p + 2], u[p + 3])
+                high = (u[p + 4], u[p + 5], u[p + 6], u[p + 7])
+                add_k_tile(c, v, b, low, high)
 
     @cuda.jit(fastmath=True, launch_bounds=(THREADS, 1))
     def linear_decode_small(w, x, y, k_tiles, slices, NT, T, N):

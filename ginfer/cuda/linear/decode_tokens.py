@@ -35,6 +35,12 @@ AT_ONCE = 4  # rows of a set of threads: registers
 
 
 @cuda.jit(device=True, inline="always")
+def has_group(thread, i, C):
+    """Whether a thread has eight columns, from 8 (thread + i THREADS) on."""
+    return uint32((thread + uint32(i * THREADS)) * uint32(8)) < C
+
+
+@cuda.jit(device=True, inline="always")
 def row_factors(f, w, C, thread):
     """f = the factors of this thread's columns; w: [C] FP32."""
     for i in range(HELD):
@@ -94,7 +100,7 @@ def _norm_of(rows: int, sets: int, meet: int) -> Any:
                     source = uint32(ld_global_u32(row_of_32(columns, source)))
                 at = here + int64(source) * stride
                 for i in range(HELD):
-                    if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
+                    if has_group(thread, i, C):
                         q = ld_global_u32x4(at + i * THREADS * 16)
                         for j in range(4):
                             held[(b * HELD + i) * 4 + j] = q[j]
@@ -110,7 +116,7 @@ def _norm_of(rows: int, sets: int, meet: int) -> Any:
         for b in range(rows):
             total[b] = float32(0.0)
         for i in range(HELD):
-            if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
+            if has_group(thread, i, C):
                 for b in range(rows):
                     total[b] = add_squares(total[b], held, (b * HELD + i) * 4)
         fold(total, lane)
@@ -129,7 +135,7 @@ def _norm_of(rows: int, sets: int, meet: int) -> Any:
         stride = uint32(C * uint32(2) + uint32(16))
         to = uint32(tokens + first * stride + thread * uint32(16))
         for i in range(HELD):
-            if uint32((thread + uint32(i * THREADS)) * uint32(8)) < C:
+            if has_group(thread, i, C):
                 for b in range(rows):
                     for j in range(4):
                         word, k = held[(b * HELD + i) * 4 + j], 8 * i + 2 * j
