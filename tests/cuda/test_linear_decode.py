@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ginfer.cuda.lib.fragment import fragment_offset
-from ginfer.cuda.linear.decode import COUNTED_TILES
 from ginfer.cuda.linear.decode_launch import (
     COUNTERS_NBYTES,
     SMS,
@@ -98,7 +97,7 @@ class Case:
         self.blocks, self.k_tiles = div_ceil(self.N, 128), div_ceil(self.K, 64)
         free = self.blocks * 17 * 4096  # room for cuts that no shape has
         room = scratch_nbytes(self.N, self.K)
-        sizes = max(room[0], 2 * free), max(room[1], COUNTERS_NBYTES + 8 * free)
+        sizes = max(room[0], 8 * free), max(room[1], COUNTERS_NBYTES + 8 * free)
         self.workspace, self.counters = (memory.put(np.zeros(n // 4, np.uint32)) for n in sizes)
 
     def put_tokens(self, x):
@@ -182,9 +181,7 @@ def cut_launch(cut, grid=None):
         item, ahead = decode_kernel(case.image.plans, case.fmt, shape)
         whole, runs = cut
         most = min(max(runs + whole, case.blocks), SMS)
-        counters = case.counters.address
-        slices = case.workspace.address if NT < COUNTED_TILES else counters + COUNTERS_NBYTES
-        addresses = (case.w.address, x, y, slices, counters)
+        addresses = (case.w.address, x, y, case.workspace.address)
         scalars = (case.k_tiles, case.blocks, whole, runs, T, case.N, epilogue, ahead)
         case.image.launch(item, (grid or most,), case.stream, *addresses, *scalars, dependent=True)
 

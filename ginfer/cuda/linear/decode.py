@@ -10,8 +10,8 @@ tokens after it (in one warp the wait would stop the weights too). Consumer warp
 their products are in `decode_multiply` and, from 17 tokens on, in `decode_wide`. A slice's sum
 starts at zero, and slices are added in ascending order. How K is cut is a function of (N, K), see
 `k_runs`, and no plan changes an order: a column has the same bits at every width. From 17 tokens on
-the slices of a row block are many bytes for one collection: they are counted instead, and who comes
-last adds them.
+the slices of a row block are many bytes for one collection: everyone who has sent one finishes a
+share of the columns (`decode_shares`).
 
 Tokens arrive in the order of `fragment_offset`; padding of K and of tokens is zero there.
 """
@@ -38,7 +38,6 @@ from ginfer.cuda.linear.decode_results import (
     old_results,
     result_writer,
     room_nbytes,
-    slice_exchange,
 )
 from ginfer.cuda.linear.decode_ring import ALONE_NBYTES, Ring, stage_tiles
 from ginfer.cuda.linear.decode_runs import (
@@ -53,6 +52,7 @@ from ginfer.cuda.linear.decode_runs import (
     sender,
     slots,
 )
+from ginfer.cuda.linear.decode_shares import share_finisher
 from ginfer.cuda.linear.decode_stream import stream
 from ginfer.cuda.linear.decode_wide import consume_by_wgmma
 from ginfer.cuda.linear.epilogue import Epilogue
@@ -61,7 +61,7 @@ from ginfer.cuda.runtime.jit import Build, kernel
 
 ALIGNMENT = 128
 WARPS = 8  # consumers: a row block
-COUNTED_TILES = 4  # of columns, from which on slices are counted
+SHARED_TILES = 4  # of columns, from which on slices are finished by all who have sent one
 NEVER = 0xFFFFFFFF
 
 
@@ -96,45 +96,58 @@ def finisher(NT: int) -> Any:
     return finish
 
 
-def waited_slices(sums: int, consumers: int, finish: Any) -> Any:
-    """Device function bring(c, y, scratch, place, cut, mine, how): send, or finish with the slices
-    that are waited for. scratch: the workspace; place: row block, slot and duty of an item."""
-    send = sender(sums, consumers)
+def waited_slices(NT: int, finish: Any) -> tuple[Any, Any]:
+    """Two device functions. bring(c, y, workspace, place, cut, mine, how): send, or finish with the
+    slices that are waited for. place: row block, slot and duty of an item. settle: nothing, for
+    nothing is owed."""
+    send = sender(NT * 4, WARPS * 32)
 
     @cuda.jit(device=True, inline="always")
-    def bring(c, y, scratch, place, cut, mine, how):
+    def bring(c, y, workspace, place, cut, mine, how):
         block, slot, have = place
         if have == uint32(SEND):
-            send(c, scratch[0], slot, mine[0])
+            send(c, workspace, slot, mine[0])
         elif have != uint32(NOTHING):
-            finish(c, y, scratch[0], block, have, cut, mine, how)
-
-    return bring
-
-
-def counted_slices(sums: int, consumers: int, finish: Any) -> Any:
-    """As waited_slices: who sends the last slice of a row block finishes. scratch: the workspace,
-    counters of row blocks, a word of shared memory."""
-    exchange = slice_exchange(sums, consumers, 4 if sums <= 16 else 3)
+            finish(c, y, workspace, block, have, cut, mine, how)
 
     @cuda.jit(device=True, inline="always")
-    def bring(c, y, scratch, place, cut, mine, how):
-        workspace, counters, flag = scratch
+    def settle(y, workspace, item, cut, mine, how):
+        pass
+
+    return bring, settle
+
+
+def shared_slices(NT: int, finish: Any) -> tuple[Any, Any]:
+    """As waited_slices, but all are sent. settle(y, workspace, item, cut, mine, how): the shares of
+    one who takes items, of whose runs `item` is the first, in the row blocks of these runs."""
+    consumers = WARPS * 32
+    send, finish_share = sender(NT * 4, consumers), share_finisher(NT, consumers)
+
+    @cuda.jit(device=True, inline="always")
+    def bring(c, y, workspace, place, cut, mine, how):
         block, slot, have = place
-        complete = have == uint32(ALL)
-        if have == uint32(SEND):
-            first, slices = slots(block, cut)
-            at = (block, first, slot)
-            complete = exchange(c, workspace, counters, at, slices, mine[0], flag, how[4])
-        if complete:
+        if have == uint32(SEND) and slots(block, cut)[1] > uint32(1):
+            send(c, workspace, slot, mine[0])
+        elif have == uint32(SEND) or have == uint32(ALL):
             finish(c, y, workspace, block, uint32(ALL), cut, mine, how)
 
-    return bring
+    @cuda.jit(device=True, inline="always")
+    def settle(y, workspace, item, cut, mine, how):
+        while uint32(item >> uint32(1)) < cut[3]:
+            block, _, left, _, _, slot = place(item, cut)
+            if left > uint32(0):
+                first, slices = slots(block, cut)
+                own = uint32(slot - first)
+                if slices > uint32(1) and own < uint32(NT):
+                    finish_share(y, workspace, block, (first, own, slices), mine, how)
+            item = following(item, cut[4])
+
+    return bring, settle
 
 
-@kernel(*(int64,) * 5, *(uint32,) * 8)
+@kernel(*(int64,) * 4, *(uint32,) * 8)
 def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):  # type: ignore[no-untyped-def]
-    """Arguments w, x, y, workspace, counters, k_tiles, blocks, whole, runs, T, N, epilogue, ahead.
+    """Arguments w, x, y, workspace, k_tiles, blocks, whole, runs, T, N, epilogue, ahead.
 
     blocks: 128-row blocks of W (padded N / 128), of which the first `whole` take all of K; runs:
     of the others. span: k tiles in a stage. wgmma: its products, else mma. epilogue: an Epilogue.
@@ -143,24 +156,24 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
     threads, consumers = WARPS * 32 + 64, WARPS * 32
     form = Ring(span, stages, UNPACK[fmt].tile_nbytes, NT * X_TILE)
     sums, empty, ring_bytes = NT * 4, stages * 8, stages * form.stage_bytes
-    counted = NT >= COUNTED_TILES
-    words = 2 * stages + counted
+    shared, words = NT >= SHARED_TILES, 2 * stages
     factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(NT, consumers)
     declare, tiles_of = declare_sums(NT), stage_tiles(span, wgmma)
     consume = (consume_by_wgmma if wgmma else consume_by_mma)(fmt, NT, form)
     finish, add_bf16 = finisher(NT), int(Epilogue.ADD_BF16)
-    bring = (counted_slices if counted else waited_slices)(sums, consumers, finish)
+    bring, settle = (shared_slices if shared else waited_slices)(NT, finish)
     stream_weights = stream(form, tiles_of, tokens=False)
     stream_tokens = stream(form, tiles_of, tokens=True)
 
     @cuda.jit(device=True, inline="always")
-    def work(c, y, scratch, ring, barrier, item, cut, mine, how):
+    def work(c, y, workspace, ring, barrier, item, cut, mine, how):
         s, phase = uint32(0), uint32(0)
         _, warp, lane = mine
         stay, items = end_of_items(cut)
-        stay = stay and not counted
+        stay = stay and not shared
+        first, owes = item, uint32(item >> uint32(1)) < cut[3]
         while item < items:
-            block, first, left, before, after, slot = place(item, cut)
+            block, k, left, before, after, slot = place(item, cut)
             for i in range(sums):
                 c[i] = float32(0.0)
             if left > uint32(0):
@@ -168,14 +181,15 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
                 s, phase = consume(c, ring, barrier, s, phase, rest, warp, lane)
                 for i in range(sums):
                     c[i] = c[i] * float32(factor)
-            have = duty(item, first, left, cut, stay)
-            bring(c, y, scratch, (block, slot, have), cut, mine, how)
-            item = following(item, cut[4])
+            have = duty(item, k, left, cut, stay)
+            bring(c, y, workspace, (block, slot, have), cut, mine, how)
+            done, item = uint32(item >> uint32(1)), following(item, cut[4])
+            if shared and owes and (done >= cut[3] or item >= items):  # others have sent by now
+                settle(y, workspace, first, cut, mine, how)
+                owes = False
 
     @cuda.jit(fastmath=True, launch_bounds=(threads, 1))
-    def linear_decode(
-        w, x, y, workspace, counters, k_tiles, blocks, whole, runs, T, N, epilogue, ahead
-    ):
+    def linear_decode(w, x, y, workspace, k_tiles, blocks, whole, runs, T, N, epilogue, ahead):
         barrier = shared_address(cuda.shared.array(words, int64))
         ring = uint32((shared_address(cuda.shared.array(0, uint32)) + 127) & uint32(0xFFFFFF80))
         thread = uint32(cuda.threadIdx.x)
@@ -204,8 +218,7 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
                 declare()
             c = cuda.local.array(sums, float32)
             how = (uint32(ring + uint32(ring_bytes)), T, N, epilogue, uint32(1))
-            scratch = (workspace, counters, uint32(barrier + 2 * empty))
-            work(c, y, scratch, ring, barrier, item, cut, (thread, warp, lane), how)
+            work(c, y, workspace, ring, barrier, item, cut, (thread, warp, lane), how)
 
-    shared = ring_bytes + room_bytes + ALIGNMENT
-    return Build(linear_decode, threads, max(shared, ALONE_NBYTES))
+    nbytes = ring_bytes + room_bytes + ALIGNMENT
+    return Build(linear_decode, threads, max(nbytes, ALONE_NBYTES))

@@ -68,7 +68,7 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
     all_words, arrivals = groups * words, 1 if norm else 2
     tiles_of, silu_up = stage_tiles(span, 0), int(Epilogue.SILU_UP)
     consume_rows, consume = consume_resident(fmt, form), consume_by_mma(fmt, 1, form)
-    bring = waited_slices(4, consumers, finisher(1))
+    bring, _ = waited_slices(1, finisher(1))
     stream_weights = stream(form, tiles_of, tokens=False)
     stream_tokens = stream(form, tiles_of, tokens=True)
     all_meet, norm_rows = groups + 1, row_norm(groups, groups + 2)
@@ -96,7 +96,7 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
                 for i in range(4):
                     c[i] = c[i] * float32(factor)
             have = duty(item, first, left, cut, stay)
-            bring(c, y, (workspace,), (block, slot, have), cut, mine, how)
+            bring(c, y, workspace, (block, slot, have), cut, mine, how)
             item = following(item, cut[4])
 
     @cuda.jit(fastmath=True, launch_bounds=(threads, 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ginfer.cuda.linear.decode import COUNTED_TILES
 from ginfer.cuda.linear.decode_results import MAX_SLICES, SLICE_TILES, X_TILE
 from ginfer.cuda.linear.decode_small import MOST_ROWS, linear_decode_small_kernel
 from ginfer.cuda.linear.epilogue import Epilogue
@@ -77,9 +76,9 @@ class DecodeLinear:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeScratch:
-    """Addresses: slices of sums in flight that are waited for, zeroed, and zero again after a
-    launch; and counters, likewise, with the slices that are counted behind them. Launches that
-    follow each other may share them."""
+    """Addresses: slices of sums in flight, zeroed, and zero again after a launch; for kernels that
+    do not start early counters, likewise, with their slices behind them. Launches that follow each
+    other may share them."""
 
     workspace: int
     counters: int
@@ -95,7 +94,7 @@ def scratch_nbytes(N: int, K: int) -> tuple[int, int]:
     blocks, (whole, runs) = div_ceil(N, 128), k_runs(N, K)
     slot = (runs + blocks - whole) * SLOT_NBYTES
     assert 4 * blocks <= COUNTERS_NBYTES
-    return slot * COUNTED_TILES // 2, COUNTERS_NBYTES + slot * max(COLUMN_TILES)
+    return slot * max(COLUMN_TILES), COUNTERS_NBYTES + slot * max(COLUMN_TILES)
 
 
 def column_tiles(T: int) -> int:
@@ -133,16 +132,16 @@ def linear_decode(
             continue
         shape = (matrix.N, matrix.K, NT, UNPACK[matrix.fmt].tile_nbytes)
         item, ahead = decode_kernel(image.plans, matrix.fmt, shape)
-        counted = NT >= COUNTED_TILES or not early
-        slices = scratch.counted if counted else scratch.workspace
-        addresses = (matrix.w, x + tokens_at, y + result_at, slices, scratch.counters)
+        addresses = (matrix.w, x + tokens_at, y + result_at)
         scalars = (k_tiles, blocks, whole, parts, count, matrix.N, int(matrix.epilogue))
         if early:
             grid = min(max(parts + whole, blocks), matrix.num_sms)
-            image.launch(item, (grid,), stream, *addresses, *scalars, ahead, dependent=True)
+            where = (*addresses, scratch.workspace)
+            image.launch(item, (grid,), stream, *where, *scalars, ahead, dependent=True)
         else:
             items = (blocks - whole) * parts + whole
-            image.launch(item, (items,), stream, *addresses, *scalars)
+            counted = (*addresses, scratch.counted, scratch.counters)
+            image.launch(item, (items,), stream, *counted, *scalars)
 
 
 def _small_linear(

@@ -58,13 +58,12 @@ def item_locator() -> Any:
     return locate
 
 
-def slice_exchange(sums: int, threads: int, at_once: int = 0) -> Any:
+def slice_exchange(sums: int, threads: int) -> Any:
     """Device function of `threads` threads, which meet at named barrier `meet`: publish a slice;
     the last block to arrive gets c = all slices, ascending, and True. place: (counter, first slot
-    of its slices, own slot). at_once: slices that it reads before it adds them; 0: as many as take
-    few registers."""
+    of its slices, own slot)."""
     quarters, slot_bytes = sums // 4, sums * threads * 4
-    batch = at_once or (4 if sums <= 8 else 1)
+    batch = 4 if sums <= 8 else 1  # slices that it reads before it adds them: registers
     batch_sums = batch * sums
 
     @cuda.jit(device=True, inline="always")
@@ -103,7 +102,7 @@ def slice_exchange(sums: int, threads: int, at_once: int = 0) -> Any:
     return exchange
 
 
-def _write_rows(NT: int) -> Any:
+def row_writer(NT: int) -> Any:
     """Device function: the sums of a warp's rows to a row-major y."""
     add_bf16, store_f32, sums = int(Epilogue.ADD_BF16), int(Epilogue.STORE_F32), NT * 4
 
@@ -189,7 +188,7 @@ def room_nbytes(NT: int, threads: int) -> int:
 def result_writer(NT: int, threads: int) -> Any:
     """Device function of `threads` threads, which meet at named barrier `meet`: the sums of a
     warp's rows from `first_row`, those below `end_row`, a multiple of 128, to y by the epilogue."""
-    write_rows, write_silu = _write_rows(NT), _write_silu(NT, threads)
+    write_rows, write_silu = row_writer(NT), _write_silu(NT, threads)
     silu_up = int(Epilogue.SILU_UP)
 
     @cuda.jit(device=True, inline="always")

@@ -29,11 +29,22 @@ def f32(x):
     return float(np.float32(x))
 
 
+class _Block:
+    """What belongs to a block while it runs, and what its threads wait for."""
+
+    def __init__(self, index, shared, threads):
+        self.index, self.block = index, shared
+        self.claimed, self.calls = {}, [0] * threads
+        self.warps, self.barriers = {}, {}
+        self.bodies, self.values = [], [None] * threads
+        self.waiting = dict.fromkeys(range(threads), "start")
+
+
 class Machine:
     """One block at a time: its threads, its shared memory, and the arrays that may be touched."""
 
     def __init__(self):
-        self.arrays = []
+        self.arrays, self.num_stores = [], 0
 
     # memory
     def own(self, array):
@@ -53,6 +64,7 @@ class Machine:
 
     def store(self, at, kind, value):
         kind.from_address(self.where(at, ctypes.sizeof(kind))).value = value
+        self.num_stores += 1
 
     def words(self, at, count):
         self.where(at, 4 * count)
@@ -61,6 +73,7 @@ class Machine:
     def store_words(self, at, values):
         self.where(at, 4 * len(values))
         (ctypes.c_uint32 * len(values)).from_address(at)[:] = values
+        self.num_stores += 1
 
     def shared(self, at, nbytes):
         block = self.block
@@ -70,33 +83,39 @@ class Machine:
 
     # threads
     def run(self, function, grid, threads, shared_nbytes, arguments, *, backwards=False):
-        """Run the blocks of a grid one after the other, the last one first if backwards."""
-        self.grid = grid
+        """Run the blocks of a grid one after the other, the last one first if backwards; one that
+        waits for what another has to do is resumed when all have had their turn."""
+        self.grid, waiting = grid, []
         for index in reversed(range(grid)) if backwards else range(grid):
-            self.index = index
-            self.block = bytearray(b"\xff" * (DYNAMIC + shared_nbytes))
-            self.claimed, self.calls = {}, [0] * threads
-            self.warps, self.barriers = {}, {}
-            bodies = [function(*arguments) for _ in range(threads)]
-            if not isinstance(bodies[0], types.GeneratorType):
+            block = _Block(index, bytearray(b"\xff" * (DYNAMIC + shared_nbytes)), threads)
+            vars(self).update(vars(block))
+            block.bodies = [function(*arguments) for _ in range(threads)]
+            if not isinstance(block.bodies[0], types.GeneratorType):
                 raise AssertionError("a kernel that meets no other thread is no generator")
-            self._run_block(bodies)
-
-    def _run_block(self, bodies):
-        """Resume threads until all have ended: a warp at its own collectives or when what it waits
-        for is true, all at barriers."""
-        waiting = dict.fromkeys(range(len(bodies)), "start")
-        values = [None] * len(bodies)
+            waiting += [block] if self._resume(block) and block.waiting else []
         while waiting:
+            moved = [self._resume(block) for block in waiting]
+            assert any(moved), "threads wait for each other"
+            waiting = [block for block in waiting if block.waiting]
+
+    def _resume(self, block):
+        """Resume threads until all have ended or wait: a warp at its own collectives or when what
+        it waits for is true, all at barriers. Returns whether any have moved."""
+        vars(self).update(vars(block))
+        bodies, values, ever = block.bodies, block.values, False
+        while block.waiting:
             moved = False
             for first in range(0, len(bodies), 32):
-                while self._resume_warp(bodies[first : first + 32], first, waiting, values):
+                while self._resume_warp(bodies[first : first + 32], first, block.waiting, values):
                     moved = True
-            if waiting and all(kind == "block" for kind in waiting.values()):
-                assert len(waiting) == len(bodies), "some threads ended before a barrier"
-                waiting = dict.fromkeys(waiting, "start")
+            if block.waiting and all(kind == "block" for kind in block.waiting.values()):
+                assert len(block.waiting) == len(bodies), "some threads ended before a barrier"
+                block.waiting = dict.fromkeys(block.waiting, "start")
                 moved = True
-            assert moved or not waiting, "threads wait for each other"
+            if not moved:
+                break
+            ever = True
+        return ever
 
     def _resume_warp(self, bodies, first, waiting, values):
         """Let the lanes of a warp run to where they meet next; False when they wait at a barrier,

@@ -259,6 +259,11 @@ def _mbarrier_wait(at, phase):
     yield "until", lambda: machine.barriers["m", at][3] != phase
 
 
+def _look_again():
+    seen = machine.num_stores
+    yield "until", lambda: machine.num_stores != seen
+
+
 def _bulk_copy(to, source, nbytes, barrier):
     machine.where(source, 1), machine.where(source + nbytes - 1, 1)
     machine.shared(to, 16), machine.shared(to + nbytes - 16, 16)
@@ -373,6 +378,7 @@ _OTHERS = {
     "mbarrier_expect_bytes": lambda at, nbytes: _mbarrier_change(at, 1, nbytes),
     "mbarrier_arrive_if": lambda at, arrives: _mbarrier_change(at, int(arrives), 0),
     "mbarrier_wait": _mbarrier_wait,
+    "look_again": _look_again,
     "bulk_copy_to_shared": _bulk_copy,
     "bulk_stream_to_shared": _bulk_copy,
 }

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ginfer.cuda.linear.decode import COUNTED_TILES, linear_decode_kernel
+from ginfer.cuda.linear.decode import linear_decode_kernel
 from ginfer.cuda.linear.decode_ring import LONG_RUN
 from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.sizes import div_ceil
@@ -30,15 +30,12 @@ def linear(fmt, shape, x, *, cut, how, epilogue=Epilogue.STORE_F32):
     if epilogue == Epilogue.ADD_BF16:
         y = np.full((T, N), 0x3F80, np.uint16)
     (whole, runs, *grid), (span, wgmma) = cut, how
-    workspace, counters = (
-        np.zeros((runs + blocks) * NT * 1024, np.uint32),
-        np.zeros(blocks, np.uint32),
-    )
+    workspace = np.zeros((runs + blocks) * NT * 1024, np.uint32)
     item = linear_decode_kernel(fmt, NT, span, 2, wgmma)
     scalars = (k_tiles, blocks, whole, runs, T, N, epilogue, 1)
-    arrays = (payload, buffer, y, workspace, counters)
+    arrays = (payload, buffer, y, workspace)
     run(item, *(grid or [1]), *arrays, *scalars, backwards=True)
-    assert ((workspace if NT < COUNTED_TILES else counters) == 0).all()
+    assert (workspace == 0).all()
     if epilogue == Epilogue.STORE_F32:
         return y
     if epilogue == Epilogue.ADD_BF16:
@@ -70,11 +67,11 @@ def test_linear_is_the_oracle(fmt, T, cut, how):
     LINEAR_BF16.check(linear(fmt, shape, x, cut=cut, how=how), want)
 
 
-@pytest.mark.parametrize("how", [(4, MMA), (4, WGMMA)], ids=str)
-def test_gated_rows_become_tokens_of_the_next_linear(how):
-    x, fmt, shape = tokens(9, 328), "Q4G64_F16S", (96, 328)
-    z = (x.astype(np.float64) @ weights(fmt, *shape)[1].T).reshape(9, -1, 2, 16)
-    want = (z[:, :, 0] / (1 + np.exp(-z[:, :, 0])) * z[:, :, 1]).reshape(9, -1)
+@pytest.mark.parametrize(("T", "how"), [(9, (4, MMA)), (9, (4, WGMMA)), (20, (4, WGMMA))], ids=str)
+def test_gated_rows_become_tokens_of_the_next_linear(T, how):
+    x, fmt, shape = tokens(T, 328), "Q4G64_F16S", (96, 328)
+    z = (x.astype(np.float64) @ weights(fmt, *shape)[1].T).reshape(T, -1, 2, 16)
+    want = (z[:, :, 0] / (1 + np.exp(-z[:, :, 0])) * z[:, :, 1]).reshape(T, -1)
     got = linear(fmt, shape, x, cut=(0, 2), how=how, epilogue=Epilogue.SILU_UP)
     SILU_UP_BF16.check(got, want)
 
@@ -99,11 +96,17 @@ def test_runs_that_cross_row_blocks_are_slices_of_both(epilogue):
 
 
 @pytest.mark.parametrize("cut", [(0, 5, 1), (0, 5, 5), (2, 2)], ids=str)
-def test_slices_of_many_columns_are_counted(cut):
+def test_slices_of_many_columns_are_finished_by_their_senders(cut):
     shape, x = (300, 584), tokens(17, 584)
     want = x.astype(np.float64) @ weights("Q4G64_F16S", *shape)[1].T
     got = linear("Q4G64_F16S", shape, x, cut=cut, how=(2, WGMMA), epilogue=Epilogue.ADD_BF16)
     LINEAR_BF16.check(got, want + 1)
+
+
+def test_more_slices_than_tiles_of_columns():
+    shape, x = (40, 1300), tokens(17, 1300)  # six slices, four tiles
+    want = x.astype(np.float64) @ weights("Q4G64_F16S", *shape)[1].T
+    LINEAR_BF16.check(linear("Q4G64_F16S", shape, x, cut=(0, 6, 3), how=(2, WGMMA)), want)
 
 
 def test_a_collection_stands_between_whole_row_blocks():

@@ -61,7 +61,7 @@ def linear(launch, matrix, inputs, *, cut, result, few=None):
     whole, runs = cut
     y, workspace = output(T, N, epilogue), np.zeros((blocks + runs) * 1024, np.uint32)
     scalars = (k_tiles, blocks, whole, runs, T, N, epilogue, NEVER)
-    addresses, more = few or ((np.zeros(blocks, np.uint32),), ())
+    addresses, more = few or ((), ())
     run(item, grid, payload, inputs, y, workspace, *addresses, *scalars, *more)
     assert (workspace == 0).all()
     return results(y, T, N, epilogue)
