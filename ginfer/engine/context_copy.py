@@ -103,7 +103,9 @@ class ContextCopy:
         if n <= SHORTEST:
             return False
         if self._flags[value & (len(self._flags) - 1)]:
-            return True
+            at = int(self._hashes.searchsorted(np.uint64(value)))
+            if at < len(self._hashes) and int(self._hashes[at]) == value:
+                return True
         generated = self._generated.get(value)
         return generated is not None and generated[0] < n
 

@@ -86,9 +86,9 @@ class Chunks:
 
     def __init__(self, backend: Any, tokens: int) -> None:
         self._backend, self._rng = backend, np.random.default_rng(tokens)
+        backend.clear_slot(0)  # the first of these calls in a thread makes the device current
         self._timer = Timer(backend._queue.stream)
         self._pages = np.arange(div_ceil(tokens, PAGE_TOKENS), dtype=np.int32)[None]
-        backend.clear_slot(0)
 
     def batch(self, start: int, columns: int) -> ForwardBatch:
         """The chunk of so many columns behind `start` tokens."""
