@@ -3,7 +3,8 @@
 A warp has 16 columns of S [K, V], a lane four of them, 4 (lane & 3) and on, and 16 rows: 32 i + 4 g
 + n for i, n < 4, g = lane >> 2. Keys and queries of up to AHEAD columns wait in shared memory, so
 no warp waits for another between columns. Sums over K: 16 rows of a lane in ascending order, then
-g by g ^ 1, ^ 2, ^ 4: one order for decode, verification and fold, whatever the number of columns.
+g by g ^ 1, ^ 2, ^ 4, where a lane keeps half of its sums and sends the others: one order for
+decode, verification and fold, whatever the number of columns.
 
 Legend: K = V = 128; a place is a shared-memory address of this column's part.
 """
@@ -17,10 +18,11 @@ from ginfer.cuda.lib.ptx import (
     bits_from_f32,
     f32_from_bits,
     fma_f32,
+    lane_f32,
     ld_global_f32,
     ld_global_f32x4,
     ld_global_u32,
-    ld_shared_u32x2,
+    ld_shared_u32,
     ld_shared_u32x4,
     rsqrt_approx,
     shfl_xor_f32,
@@ -134,9 +136,16 @@ def load_column(place, x, ab, gates, heads, lane):
 
 
 @cuda.jit(device=True, inline="always")
-def multiply(p, s, rows):
-    """p[0:4] = sums over K of s times a key or query, in every lane of their four columns. rows:
-    the place of the lane's first row."""
+def own_column(lane):
+    """Which of a lane's four columns is its own, whose sums it has."""
+    return uint32(((lane >> uint32(1)) & uint32(2)) | ((lane >> uint32(3)) & uint32(1)))
+
+
+@cuda.jit(device=True, inline="always")
+def multiply(s, rows, lane):
+    """The sum over K of s times a key or query, for the lane's own column. rows: the place of the
+    lane's first row."""
+    p = cuda.local.array(4, float32)
     for j in range(4):
         p[j] = float32(0.0)
     for i in range(4):
@@ -145,26 +154,28 @@ def multiply(p, s, rows):
             x = f32_from_bits(q[n])
             for j in range(4):
                 p[j] = fma_f32(s[16 * i + 4 * n + j], x, p[j])
-    for j in range(4):
-        p[j] = p[j] + shfl_xor_f32(p[j], uint32(4))
-    for j in range(4):
-        p[j] = p[j] + shfl_xor_f32(p[j], uint32(8))
-    for j in range(4):
-        p[j] = p[j] + shfl_xor_f32(p[j], uint32(16))
+    later, odd = lane & uint32(4) != 0, lane & uint32(8) != 0  # what is kept of four, of two
+    a, b = (p[2], p[3]) if later else (p[0], p[1])
+    c, d = (p[0], p[1]) if later else (p[2], p[3])
+    a, b = a + shfl_xor_f32(c, uint32(4)), b + shfl_xor_f32(d, uint32(4))
+    a, b = (b, a) if odd else (a, b)
+    a = a + shfl_xor_f32(b, uint32(8))
+    return a + shfl_xor_f32(a, uint32(16))
 
 
 @cuda.jit(device=True, inline="always")
-def difference(p, place, gates, thread):
-    """p[0:4] = d = beta (v - decay p), the column's delta at the lane's four columns. gates:
-    (decay, beta)."""
+def difference(p, total, place, gates, thread):
+    """p[0:4] = d = beta (v - decay S^T k), the column's delta at the lane's four columns; returns
+    that of its own, whose `total` is S^T k. gates: (decay, beta)."""
     warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
-    four = uint32(warp * uint32(4) + (lane & uint32(3)))
-    words = ld_shared_u32x2(uint32(place + uint32(VALUE) + four * uint32(8)))
-    decay, beta = gates
-    p[0] = fma_f32(-decay, p[0], low_f32(words[0])) * beta
-    p[1] = fma_f32(-decay, p[1], high_f32(words[0])) * beta
-    p[2] = fma_f32(-decay, p[2], low_f32(words[1])) * beta
-    p[3] = fma_f32(-decay, p[3], high_f32(words[1])) * beta
+    four, own = uint32(warp * uint32(4) + (lane & uint32(3))), own_column(lane)
+    at = uint32(four * uint32(8) + (own >> uint32(1)) * uint32(4))
+    word = ld_shared_u32(uint32(place + uint32(VALUE) + at))
+    value = high_f32(word) if own & uint32(1) else low_f32(word)
+    d = fma_f32(-gates[0], total, value) * gates[1]
+    for j in range(4):  # from a lane whose own column is j
+        p[j] = lane_f32(d, uint32((lane & uint32(3)) | uint32((j & 2) * 2 + (j & 1) * 8)))
+    return d
 
 
 @cuda.jit(device=True, inline="always")

@@ -32,6 +32,7 @@ from ginfer.cuda.gdn.recurrence import (
     load_state,
     multiply,
     offset_in_head,
+    own_column,
     store_state,
     update,
 )
@@ -46,7 +47,6 @@ from ginfer.cuda.lib.numeric import (
     warp_sum,
 )
 from ginfer.cuda.lib.ptx import (
-    bits_from_f32,
     div_u32,
     f32_from_bits,
     fma_f32,
@@ -55,7 +55,7 @@ from ginfer.cuda.lib.ptx import (
     ld_shared_u32x4,
     rsqrt_approx,
     shared_address,
-    st_shared_u32x4,
+    st_shared_f32,
 )
 from ginfer.cuda.runtime.jit import Build, kernel
 from ginfer.cuda.runtime.queue import starts_early
@@ -71,15 +71,13 @@ NOWHERE = 0xFFFFFFFF
 
 
 @cuda.jit(device=True, inline="always")
-def give(results, o, p, gates, kq, thread):
-    """The lanes of the first rows: o = decay S^T q + (k . q) d of four columns."""
-    if thread & uint32(28) == 0:
+def give(results, total, d, gates, kq, thread):
+    """One of two lanes that have a column's sums: o = decay S^T q + (k . q) d."""
+    if thread & uint32(16) == 0:
         four = uint32((thread >> uint32(5)) * uint32(4) + (thread & uint32(3)))
-        a, b = fma_f32(kq, p[0], gates[0] * o[0]), fma_f32(kq, p[1], gates[0] * o[1])
-        c, d = fma_f32(kq, p[2], gates[0] * o[2]), fma_f32(kq, p[3], gates[0] * o[3])
-        words = (bits_from_f32(a), bits_from_f32(b), bits_from_f32(c), bits_from_f32(d))
-        at = uint32(results + four * uint32(16))
-        st_shared_u32x4(at, words[0], words[1], words[2], words[3])
+        at = uint32(four * uint32(4) + own_column(uint32(thread & uint32(31))))
+        o = fma_f32(kq, d, gates[0] * total)
+        st_shared_f32(uint32(results + at * uint32(4)), o)
 
 
 def finish_column(store: Any) -> Any:
@@ -141,7 +139,7 @@ def gdn_step_kernel(early: int):  # type: ignore[no-untyped-def]
         places = shared_address(cuda.shared.array(place_words, float32))
         results = shared_address(cuda.shared.array(result_words, float32))
         s, z = cuda.local.array(HELD, float32), cuda.local.array(2, uint32)
-        p, o = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        p = cuda.local.array(4, float32)
         start()
         thread = uint32(cuda.threadIdx.x)
         warp, lane = uint32(thread >> uint32(5)), uint32(thread & uint32(31))
@@ -173,11 +171,11 @@ def gdn_step_kernel(early: int):  # type: ignore[no-untyped-def]
                 place, key = uint32(places + skip), uint32(rows + skip)
                 scalars = ld_shared_u32x4(uint32(place + uint32(GATES)))
                 both = (f32_from_bits(scalars[0]), f32_from_bits(scalars[1]))
-                multiply(p, s, key)
-                multiply(o, s, uint32(key + uint32(QUERY)))
-                difference(p, place, both, thread)
+                total = multiply(s, key, lane)
+                o = multiply(s, uint32(key + uint32(QUERY)), lane)
+                d = difference(p, total, place, both, thread)
                 at_c = uint32(results + c * uint32(4 * WIDTH))
-                give(at_c, o, p, both, f32_from_bits(scalars[2]), thread)
+                give(at_c, o, d, both, f32_from_bits(scalars[2]), thread)
                 update(s, p, both[0], key)
                 c = uint32(c + uint32(1))
             cuda.syncthreads()

@@ -154,27 +154,38 @@ def old_results(NT: int) -> Any:
 
 
 def _write_silu(NT: int, threads: int) -> Any:
-    """Device function: silu(gate) * up in fragment order; 16-row tiles alternate gate and up.
+    """Device function: silu(gate) * up in fragment order; 16-row tiles alternate gate and up, so
+    that two warps have the rows of both. Each takes half of the columns.
 
     Padding of rows and tokens has sums of zero and stays zero.
     """
-    sums = NT * 4
+    first = NT - NT // 2  # tiles of columns that the warp of the gates writes
+    sums, mine = NT * 4, first * 4
+
+    @cuda.jit(device=True, inline="always")
+    def put(at, i, gate, up):
+        to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
+        st_global_u16(to, bf16_from_f32(silu(gate) * up))
 
     @cuda.jit(device=True, inline="always")
     def write(c, y, first_row, end_row, warp, lane, room, meet):
         row = uint32((first_row >> uint32(5)) * uint32(16) + (lane >> uint32(2)))
         at = y + int64(_offset(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
-        # odd warps hold the up rows of the even warp before them
         place = uint32(room + (warp >> uint32(1)) * uint32(sums * 128) + lane * uint32(4))
         if warp & uint32(1):
-            for i in range(sums):
+            for i in range(mine):
+                st_shared_f32(uint32(place + uint32(i * 128)), c[i])
+        else:
+            for i in range(mine, sums):
                 st_shared_f32(uint32(place + uint32(i * 128)), c[i])
         named_barrier(meet, uint32(threads))
-        if warp & uint32(1) == 0 and first_row < end_row:
-            for i in range(sums):
-                up = ld_shared_f32(uint32(place + uint32(i * 128)))
-                to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
-                st_global_u16(to, bf16_from_f32(silu(c[i]) * up))
+        if first_row < end_row:
+            if warp & uint32(1):
+                for i in range(mine, sums):
+                    put(at, i, ld_shared_f32(uint32(place + uint32(i * 128))), c[i])
+            else:
+                for i in range(mine):
+                    put(at, i, c[i], ld_shared_f32(uint32(place + uint32(i * 128))))
         named_barrier(meet, uint32(threads))
 
     return write
