@@ -6,7 +6,8 @@ The package has a drafter; its weights may be random. Plain decode tells how gre
 Then all kernels of the drafter run, but what they propose is replaced, before it is verified, by so
 many tokens of that continuation and wrong ones behind them: 2.7 tokens a round, with every draft
 verified or with the widths that the engine chooses (`own27`), and none at all. Answers must be
-equal.
+equal. `verify`: forward, acceptance and what is kept of a round of which all drafts are verified,
+over a plain round.
 """
 
 from __future__ import annotations
@@ -335,7 +336,13 @@ class Bench:
         found = engine.between_rounds(lambda cache, backend: parts.medians_us())
         for part, us in found.items():
             self.figures[f"spec.c{rows}.{part}_us"] = (us, "us")
+        plain_us = 1e6 * rows / self._plain[rows][0]
+        verify = (found["forward"] + found["accept"] + found["keep"]) / plain_us
+        self.figures[f"spec.verify.c{rows}"] = (verify, "ratio")
         print("   ", ", ".join(f"{part} {us:.0f}" for part, us in found.items()), "us", flush=True)
+        print(f"    verify {verify:.3f} of a plain round, {plain_us:.0f} us", flush=True)
+        if rows == 1:
+            self.figures["spec.draft_share"] = (found["draft"] / plain_us, "fraction")
 
 
 def main() -> None:
