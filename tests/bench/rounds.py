@@ -9,6 +9,7 @@ rows, recurrent state read and written. The read ceiling is a float32 sum over 8
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import threading
@@ -139,6 +140,8 @@ def timed_start(config: EngineConfig, *, cold: bool) -> tuple[Engine, Figures]:
     start = time.perf_counter()
     engine = Engine.open(config, progress)
     ready = time.perf_counter()
+    gc.collect()
+    gc.freeze()  # as the engine's process does
     before = marks["first load"] - start
     load = marks["last load"] - marks["first load"]
     after = ready - marks["last load"]
