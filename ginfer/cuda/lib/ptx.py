@@ -184,7 +184,6 @@ atomic_inc_u32 = ptx_op("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "l
 ld_acquire_u32 = ptx_op("ld.acquire.gpu.global.u32 $0, [$1];", "r", "l")
 ld_relaxed_u32x4 = ptx_op("ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
 st_relaxed_u32x4 = ptx_op("st.relaxed.gpu.global.v4.u32 [$0], {$1,$2,$3,$4};", "", "lrrrr")
-look_again = ptx_op("")  # between two looks at words that another block writes
 st_release_system_u32 = ptx_op("st.release.sys.global.u32 [$0], $1;", "", "lr")
 ld_acquire_system_u32 = ptx_op("ld.acquire.sys.global.u32 $0, [$1];", "r", "l")
 

@@ -92,9 +92,9 @@ class DecodeScratch:
 def scratch_nbytes(N: int, K: int) -> tuple[int, int]:
     """Bytes of the workspace and of the counters for a matrix [N, K] at any number of tokens."""
     blocks, (whole, runs) = div_ceil(N, 128), k_runs(N, K)
-    slot = (runs + blocks - whole) * SLOT_NBYTES
+    room = (runs + blocks - whole) * max(COLUMN_TILES) * SLOT_NBYTES
     assert 4 * blocks <= COUNTERS_NBYTES
-    return slot * max(COLUMN_TILES), COUNTERS_NBYTES + slot * max(COLUMN_TILES)
+    return room, COUNTERS_NBYTES + room
 
 
 def column_tiles(T: int) -> int:

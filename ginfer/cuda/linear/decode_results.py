@@ -153,6 +153,20 @@ def old_results(NT: int) -> Any:
     return fetch
 
 
+@cuda.jit(device=True, inline="always")
+def gated_place(y, first_row, lane, NT):
+    """Where a lane's first sum of gate and up goes, in fragment order, of a pair of row tiles."""
+    row = uint32((first_row >> uint32(5)) * uint32(16) + (lane >> uint32(2)))
+    return y + int64(_offset(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
+
+
+@cuda.jit(device=True, inline="always")
+def put_gated(at, i, gate, up):
+    """silu(gate) * up of sum i to its place; at: `gated_place`."""
+    to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
+    st_global_u16(to, bf16_from_f32(silu(gate) * up))
+
+
 def _write_silu(NT: int, threads: int) -> Any:
     """Device function: silu(gate) * up in fragment order; 16-row tiles alternate gate and up, so
     that two warps have the rows of both. Each takes half of the columns.
@@ -163,14 +177,8 @@ def _write_silu(NT: int, threads: int) -> Any:
     sums, mine = NT * 4, first * 4
 
     @cuda.jit(device=True, inline="always")
-    def put(at, i, gate, up):
-        to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
-        st_global_u16(to, bf16_from_f32(silu(gate) * up))
-
-    @cuda.jit(device=True, inline="always")
     def write(c, y, first_row, end_row, warp, lane, room, meet):
-        row = uint32((first_row >> uint32(5)) * uint32(16) + (lane >> uint32(2)))
-        at = y + int64(_offset(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
+        at = gated_place(y, first_row, lane, NT)
         place = uint32(room + (warp >> uint32(1)) * uint32(sums * 128) + lane * uint32(4))
         if warp & uint32(1):
             for i in range(mine):
@@ -182,10 +190,10 @@ def _write_silu(NT: int, threads: int) -> Any:
         if first_row < end_row:
             if warp & uint32(1):
                 for i in range(mine, sums):
-                    put(at, i, ld_shared_f32(uint32(place + uint32(i * 128))), c[i])
+                    put_gated(at, i, ld_shared_f32(uint32(place + uint32(i * 128))), c[i])
             else:
                 for i in range(mine):
-                    put(at, i, c[i], ld_shared_f32(uint32(place + uint32(i * 128))))
+                    put_gated(at, i, c[i], ld_shared_f32(uint32(place + uint32(i * 128))))
         named_barrier(meet, uint32(threads))
 
     return write

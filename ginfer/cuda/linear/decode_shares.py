@@ -15,28 +15,27 @@ from typing import Any
 
 from numba import cuda, float32, int64, uint16, uint32
 
-from ginfer.cuda.lib.fragment import fragment_offset
-from ginfer.cuda.lib.numeric import silu
 from ginfer.cuda.lib.ptx import (
     any_lane_u32,
-    bf16_from_f32,
     bits_from_f32,
     f32_from_bits,
     ld_relaxed_u32x4,
     ld_shared_u32x4,
-    look_again,
     named_barrier,
-    st_global_u16,
     st_relaxed_u32x4,
     st_shared_u32x4,
 )
-from ginfer.cuda.linear.decode_results import X_TILE, old_results, row_writer
+from ginfer.cuda.linear.decode_results import (
+    X_TILE,
+    gated_place,
+    old_results,
+    put_gated,
+    row_writer,
+)
 from ginfer.cuda.linear.epilogue import Epilogue
 
 AT_ONCE = 12  # tiles of slices that a thread asks for together
 TILE = 4  # sums of a thread in a tile
-
-_offset = cuda.jit(device=True, inline="always")(fragment_offset)
 
 
 def _gather(NT: int, threads: int) -> Any:
@@ -77,7 +76,7 @@ def _gather(NT: int, threads: int) -> Any:
             total[i] = float32(0.0)
         while n < uint32(NT):
             while not ask(v, at, n, s, slices):
-                look_again()
+                pass
             for p in range(AT_ONCE):
                 if n < uint32(NT):
                     to = at + int64(s) * slot_bytes + int64(n) * tile_bytes
@@ -106,15 +105,12 @@ def _gated_writer(NT: int, threads: int) -> Any:
         _, warp, lane = mine
         named_barrier(meet, uint32(threads))
         if warp & uint32(1) == 0:
-            row = uint32((first_row >> uint32(5)) * uint32(16) + (lane >> uint32(2)))
-            at = y + int64(_offset(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
-            n = own
+            at, n = gated_place(y, first_row, lane, NT), own
             while n < uint32(NT):
                 gates, ups = ld_shared_u32x4(place), ld_shared_u32x4(uint32(place + uint32(512)))
+                to = at + int64(n) * X_TILE
                 for i in range(TILE):
-                    value = silu(f32_from_bits(gates[i])) * f32_from_bits(ups[i])
-                    to = at + int64(n) * X_TILE + (i & 1) * 16 + (i >> 1) * 128
-                    st_global_u16(to, bf16_from_f32(value))
+                    put_gated(to, i, f32_from_bits(gates[i]), f32_from_bits(ups[i]))
                 n, place = uint32(n + slices), uint32(place + uint32(tile_bytes))
         named_barrier(meet, uint32(threads))
 

@@ -82,21 +82,21 @@ class Machine:
         return block
 
     # threads
-    def run(self, function, grid, threads, shared_nbytes, arguments, *, backwards=False):
-        """Run the blocks of a grid one after the other, the last one first if backwards; one that
-        waits for what another has to do is resumed when all have had their turn."""
+    def run(self, function, grid, threads, shared_nbytes, arguments):
+        """Run the blocks of a grid one after the other; one that waits for what another has to do
+        is resumed when all have had their turn."""
         self.grid, waiting = grid, []
-        for index in reversed(range(grid)) if backwards else range(grid):
+        for index in range(grid):
             block = _Block(index, bytearray(b"\xff" * (DYNAMIC + shared_nbytes)), threads)
             vars(self).update(vars(block))
             block.bodies = [function(*arguments) for _ in range(threads)]
             if not isinstance(block.bodies[0], types.GeneratorType):
                 raise AssertionError("a kernel that meets no other thread is no generator")
-            waiting += [block] if self._resume(block) and block.waiting else []
-        while waiting:
+            self._resume(block)
+            waiting.append(block)
+        while waiting := [block for block in waiting if block.waiting]:
             moved = [self._resume(block) for block in waiting]
             assert any(moved), "threads wait for each other"
-            waiting = [block for block in waiting if block.waiting]
 
     def _resume(self, block):
         """Resume threads until all have ended or wait: a warp at its own collectives or when what

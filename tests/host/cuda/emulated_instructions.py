@@ -259,9 +259,13 @@ def _mbarrier_wait(at, phase):
     yield "until", lambda: machine.barriers["m", at][3] != phase
 
 
-def _look_again():
-    seen = machine.num_stores
-    yield "until", lambda: machine.num_stores != seen
+def _any_lane(value):
+    """Lanes that miss a word; before they look again, somebody has to store one."""
+    missing = sum((v != 0) << i for i, v in enumerate((yield from _gather(value))))
+    if missing:
+        seen = machine.num_stores
+        yield "until", lambda: machine.num_stores != seen
+    return missing
 
 
 def _bulk_copy(to, source, nbytes, barrier):
@@ -371,14 +375,13 @@ _OTHERS = {
     "div_rn_f32": lambda a, b: f32(np.float64(f32(a)) / f32(b)),
     "div_u32": lambda a, b: a // b,
     "mul_high_u64": lambda a, b: TYPES["int64"]((a & M64) * (b & M64) >> 64),
-    "any_lane_u32": lambda value: int(value != 0),  # each lane for itself
+    "any_lane_u32": _any_lane,
     "first_lane_u32": _lane,
     "named_barrier": _named_barrier,
     "mbarrier_init": _mbarrier_init,
     "mbarrier_expect_bytes": lambda at, nbytes: _mbarrier_change(at, 1, nbytes),
     "mbarrier_arrive_if": lambda at, arrives: _mbarrier_change(at, int(arrives), 0),
     "mbarrier_wait": _mbarrier_wait,
-    "look_again": _look_again,
     "bulk_copy_to_shared": _bulk_copy,
     "bulk_stream_to_shared": _bulk_copy,
 }

@@ -121,19 +121,18 @@ def emulated(module):
     return _loaded[module]
 
 
-def launch(item, grid, arguments, **how):
+def launch(item, grid, arguments):
     """Run a kernel of an emulated module; addresses lie in the ranges of `machine.arrays`."""
     build = emulated(item.module).__dict__[item.builder_name].__wrapped__(*item.arguments)
     values = [TYPES[t](v) for t, v in zip(item.signature, arguments, strict=True)]
-    machine.run(build.function, grid, build.threads, build.shared_nbytes, values, **how)
+    machine.run(build.function, grid, build.threads, build.shared_nbytes, values)
 
 
-def run(item, grid, *arguments, backwards=False):
-    """Run a kernel on arrays, which become addresses; numbers stay. backwards: the blocks of the
-    grid, for one that waits for blocks behind it."""
+def run(item, grid, *arguments):
+    """Run a kernel on arrays, which become addresses; numbers stay."""
     machine.arrays = []
     values = [machine.own(a) if isinstance(a, np.ndarray) else a for a in arguments]
-    launch(item, grid, values, backwards=backwards)
+    launch(item, grid, values)
 
 
 class Emulator:

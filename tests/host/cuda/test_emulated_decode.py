@@ -34,7 +34,7 @@ def linear(fmt, shape, x, *, cut, how, epilogue=Epilogue.STORE_F32):
     item = linear_decode_kernel(fmt, NT, span, 2, wgmma)
     scalars = (k_tiles, blocks, whole, runs, T, N, epilogue, 1)
     arrays = (payload, buffer, y, workspace)
-    run(item, *(grid or [1]), *arrays, *scalars, backwards=True)
+    run(item, *(grid or [1]), *arrays, *scalars)
     assert (workspace == 0).all()
     if epilogue == Epilogue.STORE_F32:
         return y
