@@ -191,6 +191,7 @@ ld_acquire_system_u32 = ptx_op("ld.acquire.sys.global.u32 $0, [$1];", "r", "l")
 lane_f32 = ptx_op("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "f", "fr")
 shfl_xor_f32 = ptx_op("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "f", "fr")
 shfl_xor_u32 = ptx_op("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "r", "rr")
+transpose_u16 = ptx_op("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r")  # 8 x 8
 ldmatrix_x4_trans = ptx_op(
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", "rrrr", "r"
 )

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, int64, uint16, uint32
+from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.lib.ptx import (
-    f32_from_bits,
     fence_async_proxy,
     first_lane_u32,
     let_next_kernel_start,
@@ -35,6 +34,7 @@ from ginfer.cuda.lib.wgmma_scaled import declare_sums
 from ginfer.cuda.linear.decode_multiply import consume_by_mma
 from ginfer.cuda.linear.decode_results import (
     X_TILE,
+    add_old,
     old_results,
     result_writer,
     room_nbytes,
@@ -73,14 +73,14 @@ def finisher(NT: int) -> Any:
     fetch, collect = old_results(NT), collector(sums, consumers)
     write = result_writer(NT, consumers)
     add_bf16, store_bf16 = int(Epilogue.ADD_BF16), int(Epilogue.STORE_BF16)
-    early, num_old = NT <= 4, sums if NT <= 4 else 1  # more would not fit in registers
+    early, num_old = NT <= 4, 2 * NT if NT <= 4 else 1  # more would not fit in registers
 
     @cuda.jit(device=True, inline="always")
     def finish(c, y, workspace, block, have, cut, mine, how):
         thread, warp, lane = mine
         room, T, N, epilogue, meet = how
         first_row = uint32(block * uint32(128) + warp * uint32(16))
-        old, last = cuda.local.array(num_old, uint16), epilogue
+        old, last = cuda.local.array(num_old, uint32), epilogue
         if early and epilogue == uint32(add_bf16):  # asked for while the slices are waited for
             fetch(old, y, first_row, lane, T, N)
             last = uint32(store_bf16)
@@ -88,8 +88,8 @@ def finisher(NT: int) -> Any:
             first, slices = slots(block, cut)
             collect(c, workspace, first, have, slices, thread)
         if early and epilogue == uint32(add_bf16):
-            for i in range(sums):
-                c[i] = f32_from_bits(uint32(old[i]) << uint32(16)) + c[i]
+            for n in range(NT):
+                add_old(c, 4 * n, old, 2 * n, lane)
         end_row = uint32(uint32(block + uint32(1)) * uint32(128))
         write(c, y, first_row, end_row, warp, lane, room, T, N, last, meet)
 
@@ -200,7 +200,7 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
                 mbarrier_init(uint32(barrier + empty + s * 8), uint32(WARPS))
             fence_async_proxy()
         cuda.syncthreads()
-        if NT > 1 or epilogue != uint32(add_bf16):
+        if epilogue != uint32(add_bf16):
             let_next_kernel_start()  # else its weights take bandwidth from the last of these
         cut = (k_tiles, blocks, whole, runs, uint32(cuda.gridDim.x))
         item = uint32(uint32(2) * uint32(cuda.blockIdx.x))

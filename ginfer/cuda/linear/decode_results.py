@@ -11,22 +11,24 @@ from typing import Any
 from numba import cuda, float32, int64, uint16, uint32
 
 from ginfer.cuda.lib.fragment import fragment_offset
-from ginfer.cuda.lib.numeric import silu
+from ginfer.cuda.lib.numeric import high_f32, low_f32, pack_bf16, silu
 from ginfer.cuda.lib.ptx import (
     atomic_inc_u32,
-    bf16_from_f32,
     div_u32,
-    f32_from_bits,
     ld_global_f32x4,
     ld_global_u16,
+    ld_global_u32,
     ld_shared_f32,
     ld_shared_u32,
     named_barrier,
+    shfl_xor_u32,
     st_global_f32,
     st_global_f32x4,
     st_global_u16,
+    st_global_u32,
     st_shared_f32,
     st_shared_u32,
+    transpose_u16,
 )
 from ginfer.cuda.linear.epilogue import Epilogue
 
@@ -102,69 +104,113 @@ def slice_exchange(sums: int, threads: int) -> Any:
     return exchange
 
 
-def row_writer(NT: int) -> Any:
-    """Device function: the sums of a warp's rows to a row-major y."""
-    add_bf16, store_f32, sums = int(Epilogue.ADD_BF16), int(Epilogue.STORE_F32), NT * 4
+@cuda.jit(device=True, inline="always")
+def _swap_halves(a, b, lane):
+    """a and b, once the lower 16 lanes have given b for the a of the upper ones."""
+    upper = lane >= uint32(16)
+    got = shfl_xor_u32(a if upper else b, uint32(16))
+    return (got if upper else a), (b if upper else got)
 
-    @cuda.jit(device=True, inline="always")
-    def add(c, y, first_row, end_row, lane, T, N):
-        """c += what is there, all of which is asked for before any of it is used."""
-        old, last = cuda.local.array(sums, uint16), uint32(end_row - uint32(1))
-        for n in range(NT):
-            for i in range(4):
-                row = uint32(first_row + (lane >> uint32(2)) + uint32((i >> 1) * 8))
-                t = uint32((lane & uint32(3)) * uint32(2) + uint32(n * 8 + (i & 1)))
-                at = int64(min(t, uint32(T - uint32(1)))) * int64(N) + int64(min(row, last))
-                old[n * 4 + i] = ld_global_u16(y + at * 2)
-        for i in range(sums):
-            c[i] = f32_from_bits(uint32(old[i]) << uint32(16)) + c[i]
 
-    @cuda.jit(device=True, inline="always")
-    def write(c, y, first_row, end_row, lane, T, N, epilogue):
-        if epilogue == uint32(add_bf16):
-            add(c, y, first_row, end_row, lane, T, N)
-        for n in range(NT):
-            for i in range(4):
-                row = uint32(first_row + (lane >> uint32(2)) + uint32((i >> 1) * 8))
-                t = uint32((lane & uint32(3)) * uint32(2) + uint32(n * 8 + (i & 1)))
-                if t < T and row < end_row:
-                    value = c[n * 4 + i]
-                    at = int64(t) * int64(N) + int64(row)
-                    if epilogue == uint32(store_f32):
-                        st_global_f32(y + at * 4, value)
-                    else:
-                        st_global_u16(y + at * 2, bf16_from_f32(value))
-
-    return write
+@cuda.jit(device=True, inline="always")
+def _row_place(first_row, lane):
+    """(row, token) of a lane's first word of BF16 results in row-major order: two rows of a token,
+    so that eight lanes have 32 bytes in a row. The second word's token is four further."""
+    row = uint32(first_row + (lane >> uint32(4)) * uint32(8) + (lane & uint32(3)) * uint32(2))
+    return row, uint32((lane >> uint32(2)) & uint32(3))
 
 
 def old_results(NT: int) -> Any:
     """Device function fetch(old, y, first_row, lane, T, N): what results are added to, BF16, of a
-    warp of one row tile."""
+    warp of one row tile: 2 * NT words as they lie in memory, for `add_old`."""
 
     @cuda.jit(device=True, inline="always")
     def fetch(old, y, first_row, lane, T, N):
-        for i in range(4 * NT):
-            row = uint32(first_row + (lane >> uint32(2)) + uint32(((i >> 1) & 1) * 8))
-            t = uint32((lane & uint32(3)) * uint32(2) + uint32((i >> 2) * 8 + (i & 1)))
-            row, t = min(row, uint32(N - uint32(1))), min(t, uint32(T - uint32(1)))
-            old[i] = ld_global_u16(y + (int64(t) * int64(N) + int64(row)) * 2)
+        row, token = _row_place(first_row, lane)
+        row = min(row, uint32(N - uint32(1)) & uint32(0xFFFFFFFE))
+        for i in range(2 * NT):
+            t = min(uint32(token + uint32(4 * i)), uint32(T - uint32(1)))
+            at = y + (int64(t) * int64(N) + int64(row)) * 2
+            if N & uint32(1) == 0:
+                old[i] = ld_global_u32(at)
+            else:
+                next_row = min(uint32(row + uint32(1)), uint32(N - uint32(1)))
+                high = ld_global_u16(y + (int64(t) * int64(N) + int64(next_row)) * 2)
+                old[i] = uint32(ld_global_u16(at)) | uint32(uint32(high) << uint32(16))
 
     return fetch
 
 
 @cuda.jit(device=True, inline="always")
-def gated_place(y, first_row, lane, NT):
-    """Where a lane's first sum of gate and up goes, in fragment order, of a pair of row tiles."""
-    row = uint32((first_row >> uint32(5)) * uint32(16) + (lane >> uint32(2)))
-    return y + int64(_offset(uint32((lane & uint32(3)) * uint32(2)), row, uint32(NT)))
+def add_old(c, p, old, i, lane):
+    """c[p : p + 4], the sums of a tile, += its old results, old[i : i + 2]."""
+    low, high = _swap_halves(old[i], old[i + 1], lane)
+    for h in range(2):
+        pair = transpose_u16(high if h else low)
+        c[p + 2 * h] = low_f32(pair) + c[p + 2 * h]
+        c[p + 2 * h + 1] = high_f32(pair) + c[p + 2 * h + 1]
+
+
+def row_writer(NT: int) -> Any:
+    """Device function: the sums of a warp's rows to a row-major y."""
+    add_bf16, store_f32 = int(Epilogue.ADD_BF16), int(Epilogue.STORE_F32)
+    fetch, num_old = old_results(NT), 2 * NT
+
+    @cuda.jit(device=True, inline="always")
+    def write_f32(c, y, first_row, end_row, lane, T, N):
+        for n in range(NT):
+            for i in range(4):
+                row = uint32(first_row + (lane >> uint32(2)) + uint32((i >> 1) * 8))
+                t = uint32((lane & uint32(3)) * uint32(2) + uint32(n * 8 + (i & 1)))
+                if t < T and row < end_row:
+                    st_global_f32(y + (int64(t) * int64(N) + int64(row)) * 4, c[n * 4 + i])
+
+    @cuda.jit(device=True, inline="always")
+    def put(y, row, end_row, t, T, N, word):
+        at = y + (int64(t) * int64(N) + int64(row)) * 2
+        if t < T and row < end_row:
+            if N & uint32(1) == 0:
+                st_global_u32(at, word)
+            else:
+                st_global_u16(at, uint16(word & uint32(0xFFFF)))
+                if uint32(row + uint32(1)) < end_row:
+                    st_global_u16(at + 2, uint16(word >> uint32(16)))
+
+    @cuda.jit(device=True, inline="always")
+    def write(c, y, first_row, end_row, lane, T, N, epilogue):
+        if epilogue == uint32(store_f32):
+            write_f32(c, y, first_row, end_row, lane, T, N)
+        else:
+            if epilogue == uint32(add_bf16):  # all are asked for before any is used
+                old = cuda.local.array(num_old, uint32)
+                fetch(old, y, first_row, lane, T, N)
+                for n in range(NT):
+                    add_old(c, 4 * n, old, 2 * n, lane)
+            row, token = _row_place(first_row, lane)
+            for n in range(NT):
+                low = transpose_u16(pack_bf16(c[4 * n], c[4 * n + 1]))
+                high = transpose_u16(pack_bf16(c[4 * n + 2], c[4 * n + 3]))
+                low, high = _swap_halves(low, high, lane)
+                t = uint32(token + uint32(8 * n))
+                put(y, row, end_row, t, T, N, low)
+                put(y, row, end_row, uint32(t + uint32(4)), T, N, high)
+
+    return write
 
 
 @cuda.jit(device=True, inline="always")
-def put_gated(at, i, gate, up):
-    """silu(gate) * up of sum i to its place; at: `gated_place`."""
-    to = at + (i >> 2) * X_TILE + (i & 1) * 16 + ((i >> 1) & 1) * 128
-    st_global_u16(to, bf16_from_f32(silu(gate) * up))
+def gated_place(y, first_row, lane, NT):
+    """Where a lane's first word of a pair of row tiles goes, gate times up in fragment order: two
+    rows of a token."""
+    row = uint32((first_row >> uint32(5)) * uint32(16) + (lane & uint32(3)) * uint32(2))
+    return y + int64(_offset(uint32(lane >> uint32(2)), row, uint32(NT)))
+
+
+@cuda.jit(device=True, inline="always")
+def put_gated(at, n, half, gates, ups):
+    """silu(gate) * up of two tokens of a lane's row of tile n to `at` (`gated_place`)."""
+    pair = pack_bf16(silu(gates[0]) * ups[0], silu(gates[1]) * ups[1])
+    st_global_u32(at + n * X_TILE + half * 128, transpose_u16(pair))
 
 
 def _write_silu(NT: int, threads: int) -> Any:
@@ -175,6 +221,10 @@ def _write_silu(NT: int, threads: int) -> Any:
     """
     first = NT - NT // 2  # tiles of columns that the warp of the gates writes
     sums, mine = NT * 4, first * 4
+
+    @cuda.jit(device=True, inline="always")
+    def other_pair(at):
+        return ld_shared_f32(at), ld_shared_f32(uint32(at + uint32(128)))
 
     @cuda.jit(device=True, inline="always")
     def write(c, y, first_row, end_row, warp, lane, room, meet):
@@ -189,11 +239,13 @@ def _write_silu(NT: int, threads: int) -> Any:
         named_barrier(meet, uint32(threads))
         if first_row < end_row:
             if warp & uint32(1):
-                for i in range(mine, sums):
-                    put_gated(at, i, ld_shared_f32(uint32(place + uint32(i * 128))), c[i])
+                for i in range(mine, sums, 2):
+                    gates = other_pair(uint32(place + uint32(i * 128)))
+                    put_gated(at, i >> 2, (i >> 1) & 1, gates, (c[i], c[i + 1]))
             else:
-                for i in range(mine):
-                    put_gated(at, i, c[i], ld_shared_f32(uint32(place + uint32(i * 128))))
+                for i in range(0, mine, 2):
+                    ups = other_pair(uint32(place + uint32(i * 128)))
+                    put_gated(at, i >> 2, (i >> 1) & 1, (c[i], c[i + 1]), ups)
         named_barrier(meet, uint32(threads))
 
     return write

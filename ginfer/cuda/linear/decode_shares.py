@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32, int64, uint16, uint32
+from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.lib.ptx import (
     any_lane_u32,
@@ -27,6 +27,7 @@ from ginfer.cuda.lib.ptx import (
 )
 from ginfer.cuda.linear.decode_results import (
     X_TILE,
+    add_old,
     gated_place,
     old_results,
     put_gated,
@@ -109,8 +110,10 @@ def _gated_writer(NT: int, threads: int) -> Any:
             while n < uint32(NT):
                 gates, ups = ld_shared_u32x4(place), ld_shared_u32x4(uint32(place + uint32(512)))
                 to = at + int64(n) * X_TILE
-                for i in range(TILE):
-                    put_gated(to, i, f32_from_bits(gates[i]), f32_from_bits(ups[i]))
+                for h in range(2):
+                    a = f32_from_bits(gates[2 * h]), f32_from_bits(gates[2 * h + 1])
+                    b = f32_from_bits(ups[2 * h]), f32_from_bits(ups[2 * h + 1])
+                    put_gated(to, 0, h, a, b)
                 n, place = uint32(n + slices), uint32(place + uint32(tile_bytes))
         named_barrier(meet, uint32(threads))
 
@@ -122,7 +125,7 @@ def share_finisher(NT: int, threads: int) -> Any:
     block, once all slices are there. share: first slot, own, slices, two at least. mine: thread,
     warp and lane; how: as `finisher`'s in `decode`."""
     tiles, tile_bytes = NT // 2, threads * 16  # of a share, at most
-    num_old = tiles * TILE
+    num_old = 2 * tiles
     gather, write_gated = _gather(NT, threads), _gated_writer(NT, threads)
     fetch, write_rows = old_results(1), row_writer(1)
     add_bf16, silu_up = int(Epilogue.ADD_BF16), int(Epilogue.SILU_UP)
@@ -141,8 +144,8 @@ def share_finisher(NT: int, threads: int) -> Any:
                 q = ld_shared_u32x4(uint32(place + uint32(j * tile_bytes)))
                 for i in range(TILE):
                     c[i] = f32_from_bits(q[i])
-                    if epilogue == uint32(add_bf16):
-                        c[i] = f32_from_bits(uint32(old[j * TILE + i]) << uint32(16)) + c[i]
+                if epilogue == uint32(add_bf16):
+                    add_old(c, 0, old, 2 * j, lane)
                 at = y + int64(t) * int64(N) * nbytes
                 write_rows(c, at, rows[0], rows[1], lane, uint32(T - t), N, last)
 
@@ -152,16 +155,16 @@ def share_finisher(NT: int, threads: int) -> Any:
         room, T, N, epilogue, meet = how
         first, own, slices = share
         first_row = uint32(block * uint32(128) + warp * uint32(16))
-        old, some = cuda.local.array(num_old, uint16), cuda.local.array(TILE, uint16)
+        old, some = cuda.local.array(num_old, uint32), cuda.local.array(2, uint32)
         for i in range(num_old):
-            old[i] = uint16(0)
+            old[i] = uint32(0)
         if epilogue == uint32(add_bf16):  # asked for while the slices are waited for
             for j in range(tiles):
                 t = uint32((own + uint32(j) * slices) * uint32(8))
                 if t < T:
                     fetch(some, y + int64(t) * int64(N) * 2, first_row, lane, uint32(T - t), N)
-                    for i in range(TILE):
-                        old[j * TILE + i] = some[i]
+                    for i in range(2):
+                        old[2 * j + i] = some[i]
         place = uint32(room + thread * uint32(16))
         gather(place, workspace, first, own, slices, thread)
         if epilogue == uint32(silu_up):

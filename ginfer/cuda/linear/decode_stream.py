@@ -12,6 +12,7 @@ from numba import cuda, int64, uint32
 
 from ginfer.cuda.lib.ptx import (
     bulk_copy_to_shared,
+    bulk_stream_to_shared,
     mbarrier_expect_bytes,
     mbarrier_wait,
     wait_for_previous_kernel,
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 
 def stream(form: Ring, tiles_of: Any, *, tokens: bool) -> Any:
     """Device function of one lane: weights, or the tokens behind them, of its items into the ring.
-    After `ahead` stages it waits for the kernel before this one."""
+    After `ahead` stages it waits for the kernel before this one. Weights are the first to leave L2:
+    slices and activations, which are read soon, stay there and are not written to memory."""
     stage_bytes, empty, advance = form.stage_bytes, 8 * form.stages, advance_stage(form.stages)
     tile_bytes, skip = (form.x_bytes, form.weight_bytes) if tokens else (form.tile_bytes, 0)
+    bring = bulk_copy_to_shared if tokens else bulk_stream_to_shared
 
     @cuda.jit(device=True, inline="always")
     def copy(everything, ring, barrier, item, cut, ahead):
@@ -49,7 +52,7 @@ def stream(form: Ring, tiles_of: Any, *, tokens: bool) -> Any:
                 begun = uint32(begun + uint32(1))
                 mbarrier_wait(uint32(full + uint32(empty)), phase)
                 mbarrier_expect_bytes(full, num_bytes)
-                bulk_copy_to_shared(at, source, num_bytes, full)
+                bring(at, source, num_bytes, full)
                 source += int64(num_bytes)
                 left, before = uint32(left - count), uint32(before + count)
                 s, phase = advance(s, phase)

@@ -162,6 +162,17 @@ def _ldmatrix(transposed):
     return load
 
 
+@_once
+def _transposed(lanes):
+    words = np.array(lanes, np.uint32)
+    matrix = np.stack([words & 0xFFFF, words >> 16], -1).reshape(8, 8).T
+    return (matrix[:, 0::2] | matrix[:, 1::2] << 16).reshape(32).tolist()
+
+
+def _transpose(value):
+    return _transposed((yield from _gather(value)))[machine.thread & 31]
+
+
 def _floats(words):
     return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
@@ -354,6 +365,7 @@ _OTHERS = {
     "shared_address": lambda at: at,
     "ldmatrix_x4": _ldmatrix(False),
     "ldmatrix_x4_trans": _ldmatrix(True),
+    "transpose_u16": _transpose,
     "mma_m16n8k16_bf16": _mma,
     "mma_pair_add": _mma_pair_add,
     "split_bf16": _split_bf16,
