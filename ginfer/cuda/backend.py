@@ -12,13 +12,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ginfer.backend import PackedTensor, Room
 from ginfer.batch import Phase
 from ginfer.cuda.blocks import Blocks
 from ginfer.cuda.chunk_times import ChunkTimes
 from ginfer.cuda.drafter.drafter import draft_rows
 from ginfer.cuda.drafter.weights import check_shapes, context_nbytes, upload_drafter
-from ginfer.cuda.frame import Frame, Staged, slots_apart, table_words
+from ginfer.cuda.frame import Frame, Staged, table_words
 from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.catalog import kernels_of
 from ginfer.cuda.runtime.device import Device
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ginfer.backend import MemoryPlan
-    from ginfer.batch import ForwardBatch
+    from ginfer.batch import I32, ForwardBatch
     from ginfer.cuda.round_clock import RoundClock
 
 DRAFTER = "dflash2/"  # how the tensors of a drafter are called
@@ -130,6 +132,7 @@ class CudaBackend:
         self._elastic: ElasticMemory | None = None
         self._graphs: dict[tuple[int, int, bool], Graph] = {}  # rows, columns, whether it records
         self.replayed = self._closed = False
+        self._known_ids = self._in_order = np.zeros(0, np.int32)  # what checks have passed
         self.clock: RoundClock | None = None
 
     def _taken(self) -> int:
@@ -264,30 +267,40 @@ class CudaBackend:
         if self.speculation is not None:
             self.speculation.tap(layer_idx, staged.T, phase)
 
-    def _is_round(self, batch: ForwardBatch) -> bool:
+    def _is_round(self, staged: Staged, batch: ForwardBatch) -> bool:
         """Whether a graph computes this batch: a decode batch, all columns selected in order."""
         T, s = batch.num_columns, batch.selection
-        return (
-            batch.phase is Phase.DECODE
-            and (batch.num_rows, T, batch.record) in self._graphs
-            and s is not None
-            and s.columns.tolist() == list(range(T))
-            and (batch.record or slots_apart(batch))
-        )
+        if (
+            s is None
+            or batch.phase is not Phase.DECODE
+            or (batch.num_rows, T, batch.record) not in self._graphs
+            or not (batch.record or staged.apart)
+        ):
+            return False
+        if s.columns is not self._in_order:  # the same arrays come again
+            if s.columns.tolist() != list(range(len(s.columns))):
+                return False
+            self._in_order = s.columns
+        return len(s.columns) == T
+
+    def _check(self, ids: I32) -> None:
+        """Token ids are of the vocabulary, or known to the device: kernels do not check."""
+        if ids is not self._known_ids:
+            least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+            assert -self._num_tokens <= least <= most < self._spec.vocab_size
+            self._known_ids = ids
 
     def embed(self, batch: ForwardBatch) -> Staged:
         """Stage the batch; compute the embedding rows, or with a graph everything up to the
         logits."""
         self._device.use()
-        ids = batch.token_ids
-        least, most = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
-        assert -self._num_tokens <= least <= most < self._spec.vocab_size  # kernels do not check
+        self._check(batch.token_ids)
         staged = self._frame.fill(batch)
         if batch.phase is Phase.PREFILL:
             self._chunks.begin()
         if self.clock is not None:
             self.clock.forward_begins()
-        self.replayed = self._is_round(batch)
+        self.replayed = self._is_round(staged, batch)
         if self.speculation is not None:
             self.speculation.begin(staged, batch, replayed=self.replayed)
         if self.replayed:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ginfer.batch import ForwardBatch, WorkItems
     from ginfer.cuda.runtime.memory import Arena
     from ginfer.cuda.runtime.queue import Queue
+    from ginfer.cuda.tables import Group
     from ginfer.spec import ModelSpec
 
 MAX_DECODE_COLUMNS = 128
@@ -184,6 +185,7 @@ class Frame:
             Staged(self.tables[Phase.DECODE], B, B, 1, tiles=self._decode_tiles(B), apart=True)
             for B in range(len(columns) + 1)
         ]
+        self._changes: dict[tuple[int, int], Group] = {}
         self._described: tuple[WorkItems, NDArray[np.int32], bytes] | None = None  # by work units
         self._laid_out: tuple[Any, ...] = (None, None, None, 0)  # what `_lay_out` has found
 
@@ -227,11 +229,10 @@ class Frame:
         if batch.record:
             staged = self.recorded_round(B, T)
         tables.begin()
-        tables.fill("token", token)
-        tables.fill("state_in", batch.state_in)
-        tables.fill("state_out", batch.state_out)
-        width = self._spec.attention.rotary_dim
-        rope = tables.words("rope", T * width, np.float32).reshape(T, width)
+        tokens, state_in, state_out, rope = tables.words_of(self._changing(batch.phase, T, B))
+        tokens[:] = token
+        state_in[:] = batch.state_in
+        state_out[:] = batch.state_out
         self._rotations.fill(rope, batch.positions)
         tables.keep("ids", batch.token_ids)
         tables.keep("row", row)
@@ -248,6 +249,21 @@ class Frame:
             staged = self._fill_prefill(staged, batch, token)
         tables.send()
         return staged
+
+    def _changing(self, phase: Phase, T: int, B: int) -> Group:
+        """The tables that no batch has from the one before; those of rounds are looked up once."""
+        found = self._changes.get((T, B)) if phase is Phase.DECODE else None
+        if found is None:
+            rows, rope = ((B,), np.int32), (T, self._spec.attention.rotary_dim)
+            found = self.tables[phase].group(
+                ("token", (T,), np.int32),
+                ("state_in", *rows),
+                ("state_out", *rows),
+                ("rope", rope, np.float32),
+            )
+            if phase is Phase.DECODE:
+                self._changes[T, B] = found
+        return found
 
     def _lay_out(self, row_indptr: NDArray[np.int32]) -> tuple[Any, Any, int]:
         """Row of each column and its place in it, [T] int32, and the longest row; the same arrays

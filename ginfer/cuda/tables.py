@@ -6,7 +6,8 @@ copies take turns: while the device reads one, the host fills the other.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +29,14 @@ ALIGNMENT = 256
 def tables_nbytes(sizes: Mapping[str, int]) -> int:
     """Bytes of tables of so many words each."""
     return sum(align_up(words * 4, ALIGNMENT) for words in sizes.values())
+
+
+class Group(NamedTuple):
+    """Beginnings of several tables that are filled together: where they lie, and a view of each for
+    either turn."""
+
+    places: list[tuple[int, int, int]]
+    views: tuple[list[NDArray[Any]], list[NDArray[Any]]]
 
 
 class Tables:
@@ -72,6 +81,22 @@ class Tables:
             table, at = self._places[name]
             self._filled.append((table, at, at + count * 4))
         return view[:count] if dtype is np.int32 else view[:count].view(dtype)
+
+    def group(self, *sizes: tuple[str, tuple[int, ...], Any]) -> Group:
+        """Beginnings of tables by name, shape and type of 32 bits, none of them empty."""
+        group = Group([], ([], []))
+        for name, shape, dtype in sizes:
+            (table, at), count = self._places[name], prod(shape)
+            group.places.append((table, at, at + count * 4))
+            for turn, views in zip(self._views, group.views):
+                assert count <= len(turn[name]), name
+                views.append(turn[name][:count].view(dtype).reshape(shape))
+        return group
+
+    def words_of(self, group: Group) -> list[NDArray[Any]]:
+        """A group's words, to be filled before `send`."""
+        self._filled += group.places
+        return group.views[self._turn]
 
     def fill(self, name: str, values: NDArray[Any]) -> None:
         """Fill a table from its start with integers or floats of 32 bits."""

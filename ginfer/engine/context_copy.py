@@ -7,7 +7,6 @@ tokens decide.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,15 +49,18 @@ class ContextCopy:
         hashes = _window_hashes(self._tokens[: self._length])
         order = np.argsort(hashes, kind="stable")
         self._hashes, self._ends = hashes[order], (order + SHORTEST).astype(np.int64)
-        self._generated: defaultdict[int, list[int]] = defaultdict(list)
-        self._tail: list[int] = self._tokens[: self._length][-SHORTEST:].tolist()
+        self._generated: dict[int, list[int]] = {}
+        tail: list[int] = self._tokens[: self._length][-SHORTEST:].tolist()
+        self._ids, self._skipped = tail, self._length - len(tail)  # tokens behind so many others
+        self._copied = self._length  # tokens that are in the array
         size = 1 << (8 * len(hashes)).bit_length()
         flags = np.zeros(size, np.uint8)
         flags[hashes & np.uint64(size - 1)] = 1
         self._flags = flags.tobytes()  # [hash % size]: whether a window of the prompt may have it
         self._last_hash = 0  # of the last window
-        for token in self._tail:
+        for token in tail:
             self._last_hash = (self._last_hash * _FACTOR + token) & _WORD
+        self._is_likely = True  # whether an earlier window may have the last one's hash
 
     @property
     def num_tokens(self) -> int:
@@ -67,27 +69,37 @@ class ContextCopy:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Tokens that the request was given."""
-        tail, value = self._tail, self._last_hash
+        ids, generated, value = self._ids, self._generated, self._last_hash
+        flags, last = self._flags, len(self._flags) - 1
+        n, first = self._length, self._length - self._skipped - SHORTEST  # of the window before
         for token in token_ids:
-            self._tokens[self._length] = token
-            self._length += 1
-            if len(tail) == SHORTEST:
-                value -= tail.pop(0) * _OLDEST
-            tail.append(token)
+            n, first = n + 1, first + 1
+            if first > 0:
+                value -= ids[first - 1] * _OLDEST
+            ids.append(token)
             value = (value * _FACTOR + token) & _WORD
-            if len(tail) == SHORTEST:
-                self._generated[value].append(self._length)
-        self._last_hash = value
+            if first >= 0:
+                ends = generated.get(value)
+                if ends is None:
+                    generated[value] = [n]
+                    self._is_likely = flags[value & last] == 1
+                else:
+                    ends.append(n)
+                    self._is_likely = True
+        self._length, self._last_hash = n, value
 
-    def follow(self, generated: Sequence[int]) -> None:
-        """Have all tokens that the request was given so far."""
+    def follow(self, generated: Sequence[int]) -> bool:
+        """Have all tokens that the request was given so far; whether `propose` may find any."""
         self.append(generated[self._length - self._prompt_length :])
+        return self._is_likely
 
     def propose(self, limit: int = MAX_DRAFTS) -> list[int]:
         """Up to `limit` tokens that followed the best match, none without one. A match that
         overlaps the suffix goes on with its own tokens."""
         if limit < 1 or not self.may_match():
             return []
+        self._tokens[self._copied : self._length] = self._ids[self._copied - self._skipped :]
+        self._copied = self._length
         ends = self._candidates()
         if not ends.size:
             return []

@@ -122,7 +122,7 @@ class Drafting:
             return DraftPlan(
                 lanes=tuple(widths),
                 widths=tuple(widths.values()),
-                copies=tuple(copies[lane][: widths[lane]] for lane in widths),
+                copies=tuple(copies.get(lane, [])[: widths[lane]] for lane in widths),
             )
         if self._delays:
             self.widths.charge(dict.fromkeys(may[Origin.COPY], Origin.COPY), found - began)
@@ -141,18 +141,15 @@ class Drafting:
         return widths
 
     def _offer(self, jobs: Sequence[Job], searched: set[int]) -> dict[int, list[int]]:
-        """Offers of these requests; returns the copies, which those have that are searched."""
-        copies, self._offers = dict[int, list[int]](), {}
+        """Offers of these requests; returns the copies, which some have that are searched."""
+        copies, offers = dict[int, list[int]](), {job.lane: NOTHING for job in jobs}
         for job in jobs:
             lane = job.lane
-            copy = copies[lane] = self._copy(job) if lane in searched else []
-            if copy:
-                self._offers[lane] = Offer(Origin.COPY, len(copy))
-            elif not self._learned:
-                self._offers[lane] = NOTHING
-            else:
-                most = min(_most_drafts(job), self._learned)
-                self._offers[lane] = _of_drafter(max(most, 0))
+            if lane in searched and (copy := self._copy(job)):
+                copies[lane], offers[lane] = copy, Offer(Origin.COPY, len(copy))
+            elif self._learned:
+                offers[lane] = _of_drafter(max(min(_most_drafts(job), self._learned), 0))
+        self._offers = offers
         return copies
 
     def _copy(self, job: Job) -> list[int]:
@@ -167,8 +164,7 @@ class Drafting:
             if not index.done():
                 return []
             index = self._copies[lane] = index.result()
-        index.follow(job.generated)
-        if not index.may_match():
+        if not index.follow(job.generated):
             return []
         copy = index.propose(min(_most_drafts(job), self.widths.copy_limit(lane)))
         if copy:

@@ -40,6 +40,11 @@ class Job:
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
+    @property
+    def wants_more(self) -> bool:
+        """Whether it can go on after the tokens that are in flight."""
+        return len(self.generated) + self.in_flight < self.limit
+
     def timings(self, now: float) -> Timings:
         """Of a request that ends now."""
         admitted = now if self.admitted is None else self.admitted

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from itertools import repeat
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ from ginfer.spec import PAGE_TOKENS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from ginfer.batch import Selection
     from ginfer.cache import Sequence
     from ginfer.config import EngineConfig
     from ginfer.engine.admission import Claim
@@ -200,19 +202,12 @@ class RoundLoop:
         return self._drafting.plan([job for lane in unit.lanes if (job := self._lanes[lane])])
 
     def _view(self) -> RoundView:
-        return RoundView(
-            prompts=self._prefill.views(self._rank.frontier),
-            ready=tuple(lane for lane in self._ready if self._wants_more(lane)),
-            decoded_last=self._decoded_last,
-        )
+        lanes, prompts = self._lanes, self._prefill.views(self._rank.frontier)
+        ready = tuple(n for n in self._ready if (job := lanes[n]) and job.wants_more)
+        return RoundView(prompts=prompts, ready=ready, decoded_last=self._decoded_last)
 
     def _limits(self, view: RoundView) -> ChunkLimits:
         return self._prefill.limits(decoding=bool(view.ready))
-
-    def _wants_more(self, lane: int) -> bool:
-        """Whether a request can go on after the tokens that are in flight."""
-        job = self._lanes[lane]
-        return job is not None and len(job.generated) + job.in_flight < job.limit
 
     def _may_admit(self) -> bool:
         if not self._waiting or self._stalled or None not in self._lanes:
@@ -286,7 +281,10 @@ class RoundLoop:
             reuse_path=sequence.path,
             recomputed_tokens=num_recomputed,
         )
-        self._guarded(job, job.sink, started)
+        try:
+            job.sink(started)
+        except Exception as error:
+            self._at_fault(job, error)
 
     def _order(self, unit: Unit) -> Round | None:
         """Order the forward of a unit; None when it draws nothing."""
@@ -328,8 +326,9 @@ class RoundLoop:
     def _decode(self, unit: DecodeUnit) -> Round:
         jobs = [job for lane in unit.lanes if (job := self._lanes[lane]) is not None]
         plan = self._plan_drafts(unit) if self._outstanding is None else None
-        for job, width in zip(jobs, plan.widths if plan else [0] * len(jobs)):
-            self._grow(job, self._rank.ordered(job.lane) + 1 + width)
+        ordered, widths = self._rank.ordered.tolist(), plan.widths if plan else repeat(0)
+        for job, width in zip(jobs, widths):
+            self._grow(job, ordered[job.lane] + 1 + width)
         flight = self._rank.verify(plan) if plan else self._rank.decode(unit.lanes)
         return Round(jobs, flight, decodes=True, chunks=self.stats.prefill_rounds)
 
@@ -391,31 +390,34 @@ class RoundLoop:
             if job.first_token is None:
                 job.first_token = self._clock()
                 self.stats.first_token_s.observe(job.first_token - job.submitted)
-            for column in draw.columns(i):
+            for column in range(draw.first[i], draw.first[i] + draw.counts[i]):
                 if job.lane >= 0:
-                    self._take(job, token_ids[column] if finite[column] else -1, draw, column)
+                    token_id = token_ids[column] if finite[column] else -1
+                    self._take(job, token_id, draw.selection, column)
         self.grammars.advance([c for job in jobs if job.lane >= 0 and (c := job.constraint)])
 
-    def _take(self, job: Job, token_id: int, draw: Draw, column: int) -> None:
+    def _take(self, job: Job, token_id: int, selection: Selection, column: int) -> None:
         """Hand a job the token of a column, which is -1 where the logits were not finite."""
         if job.constraint is not None and job.constraint.fault is not None:
             self._fail(job, job.constraint.error())
         elif token_id >= 0:
-            logprob = job.logprob(draw.selection, column)
-            self._guarded(job, self._accept, job, token_id, logprob)
+            try:
+                self._accept(job, token_id, job.logprob(selection, column))
+            except Exception as error:
+                self._at_fault(job, error)
         else:
             message = "the model produced a logit that is not a number"
             self._fail(job, InternalError(message, code="nonfinite_logits"), keep=False)
 
     def _accept(self, job: Job, token_id: int, logprob: TokenLogprob | None) -> None:
-        output = job.output
+        output, constraint = job.output, job.constraint
         assert output is not None
         job.generated.append(token_id)
         self.stats.completion_tokens += 1
-        forced = output.forced >= 0
+        forced = constraint is not None and output.forced >= 0
         deltas = output.commit(token_id, logprob)
-        if job.constraint is not None and output.ending is None:
-            self.grammars.follow(job.constraint, output, token_id, forced=forced)
+        if constraint is not None and output.ending is None:
+            self.grammars.follow(constraint, output, token_id, forced=forced)
         for delta in deltas:
             job.sink(delta)
         if output.ending is not None:
@@ -423,14 +425,11 @@ class RoundLoop:
 
     # -- ends -------------------------------------------------------------------------------------
 
-    def _guarded(self, job: Job, action: Callable[..., None], *args: object) -> None:
-        """Run what belongs to one request; a fault in it costs that request alone."""
-        try:
-            action(*args)
-        except Exception as error:
-            log.exception("request %s failed", job.request.request_id)
-            if job.lane >= 0:
-                self._fail(job, InternalError(f"the request failed: {error!r}"))
+    def _at_fault(self, job: Job, error: Exception) -> None:
+        """What belongs to one request failed, which costs that request alone."""
+        log.exception("request %s failed", job.request.request_id)
+        if job.lane >= 0:
+            self._fail(job, InternalError(f"the request failed: {error!r}"))
 
     def _end(self, job: Job, ending: Ending) -> None:
         """Complete a request: free what it holds, then tell its sink."""

@@ -51,6 +51,7 @@ class Output:
             StopMatcher([s for s in request.stop_strings if s.channel is channel])
             for channel in (Channel.REASONING, Channel.CONTENT)
         )
+        self._stops = bool(request.stop_strings)
         self._closing: deque[int] = deque()
         self._shown: list[tuple[Channel, str]] = []
         self.completion_tokens = 0
@@ -130,12 +131,16 @@ class Output:
         """Take a forced token's own text out of the reasoning; what was held back stays."""
         text = self._frontend.token_text(token_id)
         return [
-            (channel, piece.removesuffix(text) if channel is Channel.REASONING else piece)
-            for channel, piece in pieces
+            (channel, piece)
+            for channel, whole in pieces
+            if (piece := whole.removesuffix(text) if channel is Channel.REASONING else whole)
         ]
 
     def _take(self, pieces: list[tuple[Channel, str]]) -> None:
-        """Pass the text of one token through the stop matchers of its channels."""
+        """Pass the text of one token through the stop matchers of its channels, if any."""
+        if not self._stops:
+            self._shown += pieces
+            return
         for channel, text in pieces if len(pieces) == 1 else _by_channel(pieces).items():
             matcher = self._reasoning_stops
             if channel is Channel.CONTENT:  # reasoning is over: nothing can complete there any more
@@ -163,19 +168,16 @@ class Output:
     ) -> list[Delta]:
         """One delta per channel with text or token ids; the ids belong to `channel`."""
         pieces, self._shown = self._shown, []
-        if len(pieces) != 1 or pieces[0][0] is not channel:
-            if token_ids:
-                pieces.append((channel, ""))
-            pieces = sorted(_by_channel(pieces).items(), key=_place)
+        request_id = self._request.request_id
+        if len(pieces) == 1 and pieces[0][0] is channel:
+            return [Delta(request_id, channel, pieces[0][1], token_ids, logprobs)]
+        if token_ids:
+            pieces.append((channel, ""))
         return [
-            Delta(
-                request_id=self._request.request_id,
-                channel=c,
-                text=text,
-                token_ids=token_ids if c is channel else (),
-                logprobs=logprobs if c is channel else (),
-            )
-            for c, text in pieces
+            Delta(request_id, c, text, token_ids, logprobs)
+            if c is channel
+            else Delta(request_id, c, text)
+            for c, text in sorted(_by_channel(pieces).items(), key=_place)
         ]
 
 

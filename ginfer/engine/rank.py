@@ -79,19 +79,15 @@ class Draw:
     first: list[int]
     counts: list[int]
 
-    def columns(self, row: int) -> range:
-        """Where the tokens of a row are in the selection."""
-        return range(self.first[row], self.first[row] + self.counts[row])
-
 
 class Rank:
     """Tables of all lanes, and the forwards over them. One thread calls it.
 
-    Per lane: tokens in K/V and state as far as they are settled (`frontier`) and as far as forwards
-    are ordered, rotary offset, page ids, recurrent slot. Where rounds run ahead a decode round
-    reads one slot of a lane and writes its partner, so that the state before it stays until it is
-    settled; `Sequence.state_slot` names the settled one. The token that a lane drew last is known
-    to the backend.
+    Per lane: tokens in K/V and state as far as they are settled (`frontier`) and once all forwards
+    that are ordered are done (`ordered`), rotary offset, page ids, recurrent slot. Where rounds run
+    ahead a decode round reads one slot of a lane and writes its partner, so that the state before
+    it stays until it is settled; `Sequence.state_slot` names the settled one. The token that a lane
+    drew last is known to the backend.
     """
 
     def __init__(self, spec: ModelSpec, backend: Backend, plan: MemoryPlan) -> None:
@@ -106,7 +102,7 @@ class Rank:
         assert plan.num_slots >= per_lane * num_lanes, "a lane lacks its second slot"
         self.goes_on = per_lane == 2 and not _has_rings(backend)
         self.frontier = np.zeros(num_lanes, np.int32)
-        self._ordered = np.zeros(num_lanes, np.int32)
+        self.ordered = np.zeros(num_lanes, np.int32)
         self._rope_delta = np.zeros(num_lanes, np.int32)
         self._slots = np.zeros(num_lanes, np.int32)
         self._pages = np.zeros((num_lanes, plan.max_pages_per_row), np.int32)
@@ -126,7 +122,7 @@ class Rank:
         self._sampling.assign(lane, request.sampling)
         self._slots[lane] = sequence.slot
         self.set_pages(lane, sequence.pages)
-        self.frontier[lane] = self._ordered[lane] = sequence.cached_tokens
+        self.frontier[lane] = self.ordered[lane] = sequence.cached_tokens
         self._rope_delta[lane] = request.prompt.rope_delta
         self.backend.reset_rows([lane])
 
@@ -137,10 +133,6 @@ class Rank:
         self._table = (None, None)
         if not first:
             self._shared = (None, None)
-
-    def ordered(self, lane: int) -> int:
-        """Tokens of a lane that are in K/V and state once all ordered forwards are done."""
-        return int(self._ordered[lane])
 
     def prefill(self, pieces: tuple[Piece, ...]) -> Flight:
         """Order one chunk, a piece of each of its prompts, or two. States are settled at once; they
@@ -194,7 +186,7 @@ class Rank:
         """Order a round that feeds the token that every lane drew last, and wants the next one."""
         self._ahead = None
         rows, ids, indptr, columns = _of_lanes(lanes)
-        starts, slots = self._ordered[rows], self._slots[rows]
+        starts, slots = self.ordered[rows], self._slots[rows]
         partners = self._partners(slots) if self.runs_ahead else slots
         page_table = self._round_pages(lanes, rows, max(starts.tolist()) + 1)
         stops = starts + np.int32(1)
@@ -233,7 +225,7 @@ class Rank:
         """Order a round that feeds what every lane drew last and drafts behind it. It is read
         before anything else is ordered for these lanes."""
         at, drafted = _of_columns(plan.lanes, plan.widths, self._num_lanes), self._draft(plan)
-        rows, starts = at.rows, self._ordered[at.rows]
+        rows, starts = at.rows, self.ordered[at.rows]
         token_ids = at.token_ids
         if any(plan.copies):
             token_ids = token_ids.copy()
@@ -286,7 +278,7 @@ class Rank:
         if not missing:
             return found
         most = max(wanted[lane] for lane in missing)
-        return (self._order_drafts(missing, most, self._ordered[list(missing)]), *found)
+        return (self._order_drafts(missing, most, self.ordered[list(missing)]), *found)
 
     def _order_drafts(
         self, lanes: tuple[int, ...], num_drafts: int, starts: I32, rows: I32 | None = None
@@ -315,7 +307,7 @@ class Rank:
 
     def _order(self, lanes: I32, batch: ForwardBatch, stops: I32) -> Hidden:
         hidden = qwen.forward(self.spec, self.backend, batch)
-        self._ordered[lanes], self._slots[lanes] = stops, batch.state_out
+        self.ordered[lanes], self._slots[lanes] = stops, batch.state_out
         return hidden
 
     def draw(self, flight: Flight, forced: list[int], mask: TokenMask | None) -> None:
@@ -354,7 +346,7 @@ class Rank:
             return Draw(drawn, list(range(rows)), [1] * rows)
         counts = drawn.accepted + 1
         flight.stops = flight.batch.starts + counts
-        self._ordered[list(flight.lanes)] = flight.stops
+        self.ordered[list(flight.lanes)] = flight.stops
         return Draw(drawn.selection, flight.batch.row_indptr[:-1].tolist(), counts.tolist())
 
     def shorten(self, lane: int, num_tokens: int) -> int:

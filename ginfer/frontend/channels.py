@@ -36,7 +36,8 @@ class QwenStreamDecoder:
         keep_special_tokens: bool = False,
     ) -> None:
         self._raw = raw
-        self._channel = Channel.REASONING if opens_reasoning and not raw else Channel.CONTENT
+        reasons = opens_reasoning and not raw
+        self.channel = Channel.REASONING if reasons else Channel.CONTENT  # of the next token
         self._open_id, self._close_id, self._call_id, self._call_end_id = map(
             tokenizer.added_token_id, ("<think>", CLOSE, "<tool_call>", "</tool_call>")
         )
@@ -48,22 +49,17 @@ class QwenStreamDecoder:
         self._num_open = 0  # <think> shown in content and not closed yet
         self._in_call = False
 
-    @property
-    def channel(self) -> Channel:
-        """Channel of the next token."""
-        return self._channel
-
     def feed(self, token_id: int) -> list[tuple[Channel, str]]:
         """Take one token; return the text that is now certain, in order."""
         if self._raw:
             return _pieces(Channel.CONTENT, self._detokenizer.feed(token_id))
-        if self._channel is Channel.REASONING:
+        if self.channel is Channel.REASONING:
             return self._reasoning(token_id)
         return self._content(token_id)
 
     def finish(self) -> list[tuple[Channel, str]]:
         """Return what was held back; an incomplete UTF-8 tail becomes U+FFFD."""
-        if self._channel is Channel.REASONING:
+        if self.channel is Channel.REASONING:
             return _pieces(Channel.REASONING, self._end_reasoning())
         return self._shown(self._detokenizer.finish())
 
@@ -103,7 +99,7 @@ class QwenStreamDecoder:
         return text
 
     def _open_content(self) -> None:
-        self._channel = Channel.CONTENT
+        self.channel = Channel.CONTENT
         self._skip_newlines = True
 
     def _shown(self, text: str) -> list[tuple[Channel, str]]:

@@ -20,18 +20,27 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, hidden: Container[int] = ()) -> None:
-        self._token_bytes = tokenizer.token_bytes
+        self._token_bytes, self._texts = tokenizer.token_bytes, tokenizer.texts
         self._hidden = hidden
         self._decoder = _Utf8Decoder("replace")
+        self._is_whole = True  # no incomplete character is held back
 
     def feed(self, token_id: int) -> str:
         """Text that is now certain; an incomplete character is held back."""
         if token_id in self._hidden:
             return ""
-        return self._decoder.decode(self._token_bytes(token_id))
+        alone = self._is_whole
+        text = self._texts.get(token_id) if alone else None
+        if text is None:
+            text = self._decoder.decode(self._token_bytes(token_id))
+            self._is_whole = not self._decoder.getstate()[0]
+            if alone and self._is_whole:
+                self._texts[token_id] = text
+        return text
 
     def finish(self) -> str:
         """An incomplete character that was held back, as U+FFFD. Starts afresh."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
+        self._is_whole = True
         return text

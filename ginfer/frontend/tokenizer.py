@@ -54,6 +54,7 @@ class Tokenizer:
         self._cache = PieceCache(cache_nbytes)
         self._bytes = {i: token_to_bytes(t) for t, i in self._library.get_vocab().items()}
         self._bytes |= {i: t.encode() for t, i in self._id_of_added.items()}
+        self.texts: dict[int, str] = {}  # of tokens that `Detokenizer` has seen stand alone
         self.control_ids = frozenset(self._id_of_added[t] for t in control)
         self._single = {i: np.array([i], np.int32) for i in self._id_of_added.values()}
 
