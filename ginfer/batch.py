@@ -82,6 +82,12 @@ class SelectionBatch:
     mask: TokenMask | None = None
     num_top: int = -1
 
+    def at(self, positions: I32) -> SelectionBatch:
+        """The same choices at other positions, without the time of a constructor."""
+        moved = object.__new__(SelectionBatch)
+        moved.__dict__.update(self.__dict__, positions=positions)
+        return moved
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkItems:

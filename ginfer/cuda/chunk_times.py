@@ -30,6 +30,11 @@ class ChunkTimes:
         """The last work of the stream was the end of one."""
         self._marked[-1][1].record(self._stream)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to be told, or waited for."""
+        return not (self._marked or self._seconds)
+
     def take(self) -> list[float]:
         """Seconds of those that have ended since the last call."""
         self._collect()

@@ -95,9 +95,11 @@ class Drafting:
         drafts. What was drafted ahead and is not in the plan is a loss."""
         ahead, self._ahead = self._ahead, ()
         plan = self._plan(jobs)
+        if not ahead:
+            return plan
         taken = {} if plan is None else dict(zip(plan.lanes, plan.widths))
         lost = [job.lane for job in jobs if job.lane in ahead and not taken.get(job.lane)]
-        if len(lost) == len(ahead) > 0:
+        if len(lost) == len(ahead):
             drafts = dict.fromkeys(lost, Origin.DRAFTER)
             self.widths.charge(drafts, self.costs.draft_s(len(lost)))
         return plan
@@ -109,14 +111,15 @@ class Drafting:
             self._offers = dict.fromkeys(lanes, NOTHING)
             return None
         copies = self._offer(jobs, may[Origin.COPY])
-        found = perf_counter()
+        found, worth = perf_counter(), dict[int, Origin]()
         if self._learned:
             may[Origin.DRAFTER] = self.widths.may_draft(lanes, Origin.DRAFTER, rows)
-        worth = {
-            lane: offer.origin
-            for lane, offer in self._offers.items()
-            if offer.limit and lane in may[offer.origin]
-        }
+        if self._learned or copies:
+            worth = {
+                lane: offer.origin
+                for lane, offer in self._offers.items()
+                if offer.limit and lane in may[offer.origin]
+            }
         widths = self._widths(worth) if worth and self.costs.known(rows) else {}
         if any(widths.values()):
             return DraftPlan(

@@ -93,8 +93,10 @@ class Output:
         pieces = self._decoder.feed(token_id)
         if channel is Channel.REASONING or self._closing:
             pieces = self._reason(token_id, channel, pieces)
-        if pieces:
+        if self._stops:
             self._take(pieces)
+        else:
+            self._shown += pieces
         if self.completion_tokens == self._limit and self.ending is None:
             self._flush(Ending(reason=self._limit_reason))
         logprobs = () if logprob is None else (logprob,)
@@ -137,10 +139,7 @@ class Output:
         ]
 
     def _take(self, pieces: list[tuple[Channel, str]]) -> None:
-        """Pass the text of one token through the stop matchers of its channels, if any."""
-        if not self._stops:
-            self._shown += pieces
-            return
+        """Pass the text of one token through the stop matchers of its channels."""
         for channel, text in pieces if len(pieces) == 1 else _by_channel(pieces).items():
             matcher = self._reasoning_stops
             if channel is Channel.CONTENT:  # reasoning is over: nothing can complete there any more

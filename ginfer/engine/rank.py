@@ -186,12 +186,12 @@ class Rank:
         """Order a round that feeds the token that every lane drew last, and wants the next one."""
         self._ahead = None
         rows, ids, indptr, columns = _of_lanes(lanes)
-        starts, slots = self.ordered[rows], self._slots[rows]
+        starts, slots = self.ordered.take(rows), self._slots.take(rows)
         partners = self._partners(slots) if self.runs_ahead else slots
         page_table = self._round_pages(lanes, rows, max(starts.tolist()) + 1)
         stops = starts + np.int32(1)
         positions = np.empty((3, len(lanes)), np.int32)
-        positions[:] = starts + self._rope_delta[rows]
+        positions[:] = starts + self._rope_delta.take(rows)
         batch = ForwardBatch(
             phase=Phase.DECODE,
             token_ids=ids,
@@ -297,7 +297,7 @@ class Rank:
 
     def _partners(self, slots: I32) -> I32:
         """The other slots of lanes."""
-        return self._other[slots]
+        return self._other.take(slots)
 
     def _keep_context(self, batch: ForwardBatch) -> None:
         """All columns of a batch that is not verified stay: tell the drafter."""

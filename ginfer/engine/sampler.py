@@ -34,7 +34,7 @@ class SamplingTable:
         self._num_top = np.full(num_lanes, -1, np.int32)
         self._coupled = np.zeros(num_lanes, np.bool_)
         self._bias: list[tuple[tuple[int, float], ...]] = [()] * num_lanes
-        self._gathered: dict[tuple[int, ...], dict[str, Any]] = {}
+        self._gathered: dict[tuple[tuple[int, ...], int], SelectionBatch] = {}  # and purposes
         self._verified: tuple[I32 | None, dict[str, Any]] = (None, {})  # by these very lanes
 
     def assign(self, lane: int, params: SamplingParams) -> None:
@@ -59,15 +59,15 @@ class SamplingTable:
     ) -> SelectionBatch:
         """Free selection of one token per lane. columns: [R], where its logits come from;
         positions: [R], logical position of the token."""
-        fixed = self._gathered.get(lanes)
-        if fixed is None:
-            fixed = self._gathered[lanes] = self._gather(lanes)
-        return SelectionBatch(
-            columns=columns,
-            positions=positions,
-            purposes=_purposes(len(lanes), purpose),
-            **fixed,
-        )
+        known = self._gathered.get((lanes, purpose))
+        if known is None or known.columns is not columns:
+            known = self._gathered[lanes, purpose] = SelectionBatch(
+                columns=columns,
+                positions=positions,
+                purposes=_purposes(len(lanes), purpose),
+                **self._gather(lanes),
+            )
+        return known.at(positions)
 
     def verify(self, lanes: I32, positions: I32) -> SelectionBatch:
         """Free selection in T columns of rows that verify drafts. lanes: [T], of the columns' rows;

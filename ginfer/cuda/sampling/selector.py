@@ -83,13 +83,15 @@ class Pending:
 
     def __init__(self, nbytes: int) -> None:
         self._host, self._event = PinnedBuffer(nbytes), Event()
-        self._shape = (0, 0)
+        self._shape, self._is_read = (0, 0), True
 
     def order(self, results: int, top: int, *, shape: tuple[int, int], queue: Queue) -> None:
         """Copy R results and R rows of num_top best ids, shape (R, num_top); -1: no
         log-probabilities are wanted."""
         R, num_top = self._shape = shape
-        self._event.synchronize()
+        if not self._is_read:
+            self._event.synchronize()
+        self._is_read = False
         copy_to_host(self._host.host, results, R * RESULT_NBYTES, stream=queue.stream)
         if num_top > 0:
             to = self._host.host + R * RESULT_NBYTES
@@ -99,6 +101,7 @@ class Pending:
     def read(self) -> Selection:
         """Wait for the results, and turn keys and masses into log-probabilities."""
         self._event.synchronize()
+        self._is_read = True
         R, num_top = self._shape
         results = self._host.bytes[: R * RESULT_NBYTES].view(RESULT)
         ids, finite = results["token"].copy(), results["sound"] != 0
