@@ -83,9 +83,12 @@ def test_stages_of_every_length():
     LINEAR_BF16.check(linear("Q4G64_F16S", (32, K), x, cut=(1, 0), how=(8, MMA)), want)
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.STORE_F32, Epilogue.ADD_BF16])
-def test_runs_that_cross_row_blocks_are_slices_of_both(epilogue):
-    shape, x = (300, 584), tokens(3, 584)  # nine steps in five runs: 1, 2, 2, 2, 2
+@pytest.mark.parametrize(
+    ("N", "epilogue"),
+    [(300, Epilogue.STORE_F32), (300, Epilogue.ADD_BF16), (301, Epilogue.ADD_BF16)],  # lone rows
+)
+def test_runs_that_cross_row_blocks_are_slices_of_both(N, epilogue):
+    shape, x = (N, 584), tokens(3, 584)  # nine steps in five runs: 1, 2, 2, 2, 2
     want = x.astype(np.float64) @ weights("Q4G64_F16S", *shape)[1].T
     got = [
         linear("Q4G64_F16S", shape, x, cut=(0, 5, grid), how=(4, MMA), epilogue=epilogue)

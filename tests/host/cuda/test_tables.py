@@ -35,6 +35,21 @@ def on_device(tables, name, count, dtype=np.int32):
     return np.frombuffer(raw, np.uint8).view(dtype).copy()
 
 
+def test_a_group_is_filled_in_either_turn(tables):
+    group = tables.group(("ids", (3,), np.int32), ("rope", (2, 5), np.float32))
+    for turn in range(3):
+        tables.begin()
+        ids, rope = tables.words_of(group)
+        ids[:] = np.arange(3) + turn
+        rope[:] = np.arange(10).reshape(2, 5) * (turn + 0.5)
+        tables.send()
+        assert on_device(tables, "ids", 3).tolist() == [turn, turn + 1, turn + 2]
+        want = np.arange(10, dtype=np.float32) * np.float32(turn + 0.5)
+        assert (on_device(tables, "rope", 10, np.float32) == want).all()
+    with pytest.raises(AssertionError):
+        tables.group(("ids", (65,), np.int32))  # tables are rounded up
+
+
 def test_addresses_are_aligned_and_apart(tables):
     places = sorted(tables[name] for name in SIZES)
     assert all(at % 256 == 0 for at in places)

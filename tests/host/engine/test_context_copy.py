@@ -44,6 +44,25 @@ def test_proposals_are_those_of_a_full_search(tokens, cut, step, limit):
     assert copy.propose(limit) == searched(tokens, limit)
 
 
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(tokens=st.lists(st.integers(0, 2), max_size=60), cut=st.integers(0, 60))
+def test_what_is_not_likely_is_not_found(tokens, cut):
+    copy, told = ContextCopy(tokens[:cut], capacity=60), []
+    for n in range(cut + 1, len(tokens) + 1):
+        told.append(copy.follow(tokens[cut:n]))
+        found = searched(tokens[:n], 4)
+        assert copy.propose(4) == found
+        assert told[-1] or not found
+
+
+def test_new_text_is_not_likely_to_be_found():
+    r = random.Random(2)
+    text = [r.randrange(4000) for _ in range(800)]
+    copy, answer = ContextCopy(text[:500], capacity=900), text[500:]
+    likely = [copy.follow(answer[:n]) for n in range(1, 301)]
+    assert sum(likely) < 60  # by chance of hashes, one in eight
+
+
 def test_an_edited_copy_of_the_prompt_is_found_again_after_the_edit():
     r = random.Random(1)
     text = [r.randrange(4000) for _ in range(300)]

@@ -197,6 +197,18 @@ def test_detokenizer_pieces_join_to_the_whole(tokenizer: Tokenizer) -> None:
     check()
 
 
+def test_halves_of_characters_do_not_mix_between_streams(tokenizer: Tokenizer) -> None:
+    of_byte = {tokenizer.token_bytes(i): i for i in range(4096)}
+    euro = [of_byte[bytes([b])] for b in "€".encode()]
+    for _ in range(2):  # texts of tokens that stood alone are kept from stream to stream
+        whole, broken = Detokenizer(tokenizer), Detokenizer(tokenizer)
+        assert [broken.feed(i) for i in euro[1:]] == ["\ufffd", "\ufffd"]
+        assert [whole.feed(i) for i in euro] == ["", "", "€"]
+        assert [broken.feed(i) for i in euro[:2]] == ["", ""]
+        assert broken.finish() == "\ufffd"
+        assert broken.feed(euro[1]) == "\ufffd"
+
+
 @settings(PROPERTY, max_examples=200)
 @given(st.text(max_size=40))
 def test_detokenizer_never_shows_half_a_character(text: str) -> None:
