@@ -89,7 +89,7 @@ class Tables:
             (table, at), count = self._places[name], prod(shape)
             group.places.append((table, at, at + count * 4))
             for turn, views in zip(self._views, group.views):
-                assert count <= len(turn[name]), name
+                assert 0 < count <= len(turn[name]), name
                 views.append(turn[name][:count].view(dtype).reshape(shape))
         return group
 

@@ -96,7 +96,7 @@ class ContextCopy:
     def propose(self, limit: int = MAX_DRAFTS) -> list[int]:
         """Up to `limit` tokens that followed the best match, none without one. A match that
         overlaps the suffix goes on with its own tokens."""
-        if limit < 1 or not self.may_match():
+        if limit < 1 or not self._may_match():
             return []
         self._tokens[self._copied : self._length] = self._ids[self._copied - self._skipped :]
         self._copied = self._length
@@ -109,7 +109,7 @@ class ContextCopy:
             [after[i % len(after)] for i in range(limit)] if end + limit > self._length else after
         )
 
-    def may_match(self) -> bool:
+    def _may_match(self) -> bool:
         """Whether an earlier window may equal the last one: seldom in text that is new."""
         n, value = self._length, self._last_hash
         if n <= SHORTEST:

@@ -119,9 +119,8 @@ class DraftWidths:
     def pass_round(self, offers: Mapping[int, Offer]) -> None:
         """A plain round of these requests went by."""
         share = self._costs.plain_s(len(offers)) / len(offers)
-        rows = self._rows
         for key, offer in offers.items():
-            row = rows.get(key) or self._row(key)
+            row = self._row(key)
             row.elapsed_s += share
             row.widths[offer.origin] = 0
 
@@ -153,12 +152,11 @@ class DraftWidths:
 
     def may_draft(self, keys: Iterable[int], origin: Origin, num_rows: int) -> set[int]:
         """Those requests whose drafts from an origin can be in a plan of so many rows at all."""
-        credit, rows = self._credit_s(num_rows), self._rows
+        credit = self._credit_s(num_rows)
         return {
             key
             for key in keys
-            if (row := rows.get(key) or self._row(key)).loss_s[origin]
-            <= LOSS * (row.elapsed_s + credit)
+            if (row := self._row(key)).loss_s[origin] <= LOSS * (row.elapsed_s + credit)
         }
 
     def copy_limit(self, key: int) -> int:

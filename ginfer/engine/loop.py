@@ -203,7 +203,7 @@ class RoundLoop:
 
     def _view(self) -> RoundView:
         lanes, prompts = self._lanes, self._prefill.views(self._rank.frontier)
-        ready = tuple(n for n in self._ready if (job := lanes[n]) and job.wants_more)
+        ready = tuple(lane for lane in self._ready if (job := lanes[lane]) and job.wants_more)
         return RoundView(prompts=prompts, ready=ready, decoded_last=self._decoded_last)
 
     def _limits(self, view: RoundView) -> ChunkLimits:
@@ -427,7 +427,7 @@ class RoundLoop:
 
     def _at_fault(self, job: Job, error: Exception) -> None:
         """What belongs to one request failed, which costs that request alone."""
-        log.exception("request %s failed", job.request.request_id)
+        log.error("request %s failed", job.request.request_id, exc_info=error)
         if job.lane >= 0:
             self._fail(job, InternalError(f"the request failed: {error!r}"))
 

@@ -51,7 +51,7 @@ class Output:
             StopMatcher([s for s in request.stop_strings if s.channel is channel])
             for channel in (Channel.REASONING, Channel.CONTENT)
         )
-        self._stops = bool(request.stop_strings)
+        self._has_stops = bool(request.stop_strings)
         self._closing: deque[int] = deque()
         self._shown: list[tuple[Channel, str]] = []
         self.completion_tokens = 0
@@ -93,7 +93,7 @@ class Output:
         pieces = self._decoder.feed(token_id)
         if channel is Channel.REASONING or self._closing:
             pieces = self._reason(token_id, channel, pieces)
-        if self._stops:
+        if self._has_stops:
             self._take(pieces)
         else:
             self._shown += pieces

@@ -34,7 +34,7 @@ class SamplingTable:
         self._num_top = np.full(num_lanes, -1, np.int32)
         self._coupled = np.zeros(num_lanes, np.bool_)
         self._bias: list[tuple[tuple[int, float], ...]] = [()] * num_lanes
-        self._gathered: dict[tuple[tuple[int, ...], int], SelectionBatch] = {}  # and purposes
+        self._gathered: dict[tuple[tuple[int, ...], int], SelectionBatch] = {}  # by purpose, too
         self._verified: tuple[I32 | None, dict[str, Any]] = (None, {})  # by these very lanes
 
     def assign(self, lane: int, params: SamplingParams) -> None:

@@ -29,7 +29,7 @@ from tests.oracles.formats import bf16_to_f32, decode
 from tests.tolerances import LINEAR_BF16
 
 SPLIT_SHAPES = ((96, 5120), (1000, 520), (2048, 1024), (5120, 6144))
-SHAPES = ((128, 64), (200, 72), *SPLIT_SHAPES, (17152, 1536))
+SHAPES = ((128, 64), (200, 72), (201, 72), *SPLIT_SHAPES, (17152, 1536))
 WIDTHS = (1, 7, 8, 9, 16, 17, 32, 33, 64, 65, 73, 127, 128)
 
 

@@ -19,7 +19,7 @@ from tests.cuda.kernels import DECODE_MMA_SPANS
 from tests.cuda.test_linear_decode import Case, tokens
 from tests.tolerances import LINEAR_BF16, SILU_UP_BF16
 
-SHAPES = ((128, 64), (200, 72), (1000, 520), (2048, 1024), (5120, 6144))
+SHAPES = ((128, 64), (200, 72), (201, 72), (1000, 520), (2048, 1024), (5120, 6144))
 WIDTHS = (1, 8, 9, 17, 33, 64, 65, 128)
 
 

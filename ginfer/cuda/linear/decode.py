@@ -200,8 +200,8 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
                 mbarrier_init(uint32(barrier + empty + s * 8), uint32(WARPS))
             fence_async_proxy()
         cuda.syncthreads()
-        if epilogue != uint32(add_bf16):
-            let_next_kernel_start()  # else its weights take bandwidth from the last of these
+        if epilogue != uint32(add_bf16):  # what adds lets it start behind its last copy: weights of
+            let_next_kernel_start()  # the next kernel take bandwidth from the last of these
         cut = (k_tiles, blocks, whole, runs, uint32(cuda.gridDim.x))
         item = uint32(uint32(2) * uint32(cuda.blockIdx.x))
         if warp == uint32(WARPS):

@@ -114,8 +114,9 @@ def linear_decode(
     """y = x W^T with the epilogue of `linear`, 1 <= T <= 128. May overlap the kernel before.
 
     x: tokens in fragment order (`fragment_offset`), the first 64 at NT = 8 and the others behind
-    them at NT = `column_tiles` of their number; at most 64 at `column_tiles(T)`. y: address of
-    [T, N] BF16 or FP32, or of the next linear's tokens, N / 2 columns, in the same order.
+    them at NT = `column_tiles` of their number; at most 64 at `column_tiles(T)`. y: address, a
+    multiple of 4, of [T, N] BF16 or FP32, or of the next linear's tokens, N / 2 columns, in the
+    same order.
     """
     assert 1 <= T <= MAX_TOKENS
     matrix, scratch = linear

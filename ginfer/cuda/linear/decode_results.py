@@ -167,6 +167,8 @@ def row_writer(NT: int) -> Any:
 
     @cuda.jit(device=True, inline="always")
     def put(y, row, end_row, t, T, N, word):
+        """Two rows of a token. Where N is odd words of 4 bytes are not aligned, and the last row
+        is alone."""
         at = y + (int64(t) * int64(N) + int64(row)) * 2
         if t < T and row < end_row:
             if N & uint32(1) == 0:

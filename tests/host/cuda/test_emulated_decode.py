@@ -98,9 +98,11 @@ def test_runs_that_cross_row_blocks_are_slices_of_both(N, epilogue):
     assert (got[0] == got[1]).all()
 
 
-@pytest.mark.parametrize("cut", [(0, 5, 1), (0, 5, 5), (2, 2)], ids=str)
-def test_slices_of_many_columns_are_finished_by_their_senders(cut):
-    shape, x = (300, 584), tokens(17, 584)
+@pytest.mark.parametrize(
+    ("N", "cut"), [(300, (0, 5, 1)), (301, (0, 5, 5)), (300, (2, 2)), (301, (3, 0))], ids=str
+)
+def test_slices_of_many_columns_are_finished_by_their_senders(N, cut):
+    shape, x = (N, 584), tokens(17, 584)
     want = x.astype(np.float64) @ weights("Q4G64_F16S", *shape)[1].T
     got = linear("Q4G64_F16S", shape, x, cut=cut, how=(2, WGMMA), epilogue=Epilogue.ADD_BF16)
     LINEAR_BF16.check(got, want + 1)
