@@ -76,7 +76,8 @@ def decoding(engine: Engine, prompts: list[PreparedPrompt], tokens: int) -> Iter
 
 class _Window:
     """Sink of requests that decode together: times and counters from the first round of all of them
-    until `tokens` of each have come."""
+    until `tokens` of each have come on the mean, or until one has ended: drafts of some hold better
+    than those of others."""
 
     def __init__(self, engine: Engine, rows: int, tokens: int) -> None:
         self._engine, self._rows, self._wanted = engine, rows, rows * tokens
@@ -102,7 +103,8 @@ class _Window:
                 if before < self._wanted <= self._num_tokens:
                     self._mark()
         elif isinstance(event, Failed | Finished):
-            self._failure = self._failure or event
+            if isinstance(event, Failed) or self._num_tokens < self._rows:
+                self._failure = self._failure or event
             self._ends.put(event)
             self._mark()  # wakes who waits for figures
 
@@ -110,11 +112,16 @@ class _Window:
         self._marks.put((time.perf_counter(), self._engine.stats() | {"seen": self._num_tokens}))
 
     def figures(self) -> DecodeFigures:
-        """Wait for the end of the window. Raises the error of a request that failed."""
+        """Wait for the end of the window. Raises the error of a request that failed, ConfigError
+        when one has ended before there was anything to measure."""
         (start, a), (stop, b) = self._marks.get(), self._marks.get()
         if isinstance(self._failure, Failed):
             raise self._failure.error
-        assert self._failure is None, "a request ended before it was measured"
+        if self._failure is not None:
+            raise ConfigError(
+                "a request ended before all of them decoded together; raise tokens or lower rows",
+                param="tokens",
+            )
         rounds = b["decode_rounds"] - a["decode_rounds"]
         accepted = sum(b["accepted"].values()) - sum(a["accepted"].values())
         busy, waiting = b["busy_s"] - a["busy_s"], b["wait_s"] - a["wait_s"]

@@ -1,12 +1,13 @@
 """Measured rounds: steady decode of real prompts and of copied histories."""
 
 import time
+from dataclasses import replace
 from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
-from ginfer.engine.bench import decoding, histories, measure_decode, measure_prefill
+from ginfer.engine.bench import _Window, decoding, histories, measure_decode, measure_prefill
 from ginfer.engine.request import Failed, Finished
 from ginfer.errors import ConfigError, InternalError, UnavailableError
 from tests.engines import make_request, open_demo, random_prompt
@@ -35,6 +36,21 @@ def test_histories_are_hits_that_nobody_computed(engine, context):
     after = engine.stats()
     hits = after["cached_tokens"] - before["cached_tokens"]
     assert hits == 3 * ((context - 1) // 64 * 64)
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("first", [12, 1])
+def test_a_window_ends_with_the_first_request(engine, first):
+    window, rng = _Window(engine, 2, 15), np.random.default_rng(7)
+    for i, tokens in enumerate((first, 60)):
+        request = make_request(random_prompt(rng, 70), tokens, ignore_eos=True)
+        engine.submit(replace(request, request_id=f"row {i}"), window)
+    if first > 1:
+        assert window.figures().tokens_per_s > 0
+    else:
+        with pytest.raises(ConfigError, match="raise tokens"):
+            window.figures()
+    window.wait_ends()
     engine.check_integrity()
 
 
