@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 def stream(form: Ring, tiles_of: Any, *, tokens: bool) -> Any:
     """Device function of one lane: weights, or the tokens behind them, of its items into the ring.
-    After `ahead` stages it waits for the kernel before this one. Weights are the first to leave L2:
-    slices and activations, which are read soon, stay there and are not written to memory."""
+    After `ahead` stages it waits for the kernel before this one. Weights are the first to leave L2,
+    for nothing reads them again in this forward; what is read soon has the room."""
     stage_bytes, empty, advance = form.stage_bytes, 8 * form.stages, advance_stage(form.stages)
     tile_bytes, skip = (form.x_bytes, form.weight_bytes) if tokens else (form.tile_bytes, 0)
     bring = bulk_copy_to_shared if tokens else bulk_stream_to_shared
