@@ -5,6 +5,7 @@ from __future__ import annotations
 from numba import cuda, float32, int64, uint32
 
 from ginfer.cuda.lib.ptx import (
+    add_rn_f32,
     atomic_inc_u32,
     f32_from_bits,
     fence_async_proxy,
@@ -245,7 +246,8 @@ def calls_kernel(threads):
     @cuda.jit(device=True, inline="always")
     def clamp_pair(values, x, at):
         values[0], values[1] = clamp(ld_global_f32(x + at)), clamp(ld_global_f32(x + at + 4))
-        return clamp(values[0], values[1]), clamp(value=values[1], high=float32(2), low=values[0])
+        second = add_rn_f32(*(values[1],), *(float32(0.0),))
+        return clamp(values[0], second), clamp(value=second, high=float32(2), low=values[0])
 
     @cuda.jit(launch_bounds=threads)
     def calls(y, x, n):

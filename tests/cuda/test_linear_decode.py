@@ -19,8 +19,8 @@ from ginfer.cuda.linear.decode_launch import (
     linear_decode,
     scratch_nbytes,
 )
-from ginfer.cuda.linear.epilogue import Epilogue
-from ginfer.cuda.linear.variants import EPILOGUES, decode_kernel
+from ginfer.cuda.linear.epilogue import EPILOGUES, Epilogue
+from ginfer.cuda.linear.variants import decode_kernel
 from ginfer.cuda.runtime.graph import Graph
 from ginfer.formats import FORMATS, TILE_NBYTES, Layout, payload_nbytes
 from ginfer.sizes import align_up, div_ceil

@@ -10,8 +10,8 @@ import pytest
 
 from ginfer.cuda.linear.decode_launch import column_tiles, k_slices
 from ginfer.cuda.linear.decode_mma import DecodeMmaPlan
-from ginfer.cuda.linear.epilogue import Epilogue
-from ginfer.cuda.linear.variants import EPILOGUES, image_kernels
+from ginfer.cuda.linear.epilogue import EPILOGUES, Epilogue
+from ginfer.cuda.linear.variants import image_kernels
 from ginfer.cuda.runtime.image import Image
 from ginfer.cuda.runtime.plan import PlanTable
 from ginfer.formats import TILE_NBYTES

@@ -8,8 +8,7 @@ import pytest
 
 from ginfer.cuda.linear.decode_few_launch import NormedRows, linear_decode_rows
 from ginfer.cuda.linear.decode_launch import DecodeLinear, DecodeScratch, linear_decode
-from ginfer.cuda.linear.epilogue import Epilogue
-from ginfer.cuda.linear.variants import EPILOGUES
+from ginfer.cuda.linear.epilogue import EPILOGUES, Epilogue
 from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.graph import Graph
 from ginfer.cuda.runtime.queue import Queue

@@ -6,7 +6,7 @@ Tokens, plans, grids and replay are equal bit for bit; the mma.sync variant runs
 import numpy as np
 import pytest
 
-from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.epilogue import EPILOGUES, Epilogue
 from ginfer.cuda.linear.prefill_launch import (
     MMA,
     LinearPrefillPlan,
@@ -17,7 +17,6 @@ from ginfer.cuda.linear.prefill_launch import (
     plans_of,
     token_maps,
 )
-from ginfer.cuda.linear.variants import EPILOGUES
 from ginfer.cuda.runtime.graph import Graph
 from ginfer.cuda.runtime.image import Image
 from ginfer.cuda.runtime.tensor_map import place_tensor_maps

@@ -16,17 +16,13 @@ from ginfer.cuda.drafter.context import (
     append_context,
     tap,
 )
-from ginfer.cuda.linear.epilogue import Epilogue
 from ginfer.cuda.linear.prefill_launch import (
     LinearPrefillPlan,
     PrefillLinear,
     PrefillTokens,
     linear_prefill,
-    plans_of,
-    prefill_kernel,
     token_maps,
 )
-from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.norm import RowNorm, rms_norm
 from ginfer.cuda.runtime.memory import set_bytes
 from ginfer.cuda.runtime.tensor_map import NBYTES as MAP_NBYTES
@@ -34,25 +30,15 @@ from ginfer.cuda.runtime.tensor_map import place_tensor_maps
 from ginfer.cuda.tables import Tables, tables_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ginfer.batch import ForwardBatch
     from ginfer.cuda.drafter.context import Rings
     from ginfer.cuda.drafter.weights import DrafterWeights
-    from ginfer.cuda.runtime.jit import Kernel
     from ginfer.cuda.runtime.memory import Arena, Slice
     from ginfer.cuda.runtime.queue import Queue
     from ginfer.cuda.weights import Matrix
     from ginfer.spec import DrafterSpec
 
 MAPS_NBYTES = 32 * MAP_NBYTES
-
-
-def image_kernels(capability: str, *, every: bool) -> Iterator[Kernel]:
-    """Prefill of 8-bit drafters, whose results are not FP32 as those of a head."""
-    fmt, plans = "W8G32_F16S", (LinearPrefillPlan(128, 2),)
-    for plan in plans_of(UNPACK[fmt].tile_nbytes) if capability == "90a" else plans:
-        yield prefill_kernel(fmt, plan, Epilogue.STORE_BF16, capability)
 
 
 def _table_words(lanes: int, max_columns: int) -> dict[str, int]:

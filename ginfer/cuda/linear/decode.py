@@ -18,7 +18,7 @@ Tokens arrive in the order of `fragment_offset`; padding of K and of tokens is z
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numba import cuda, float32, int64, uint32
 
@@ -38,6 +38,7 @@ from ginfer.cuda.linear.decode_results import (
     old_results,
     result_writer,
     room_nbytes,
+    stores,
 )
 from ginfer.cuda.linear.decode_ring import ALONE_NBYTES, Ring, stage_tiles
 from ginfer.cuda.linear.decode_runs import (
@@ -55,9 +56,12 @@ from ginfer.cuda.linear.decode_runs import (
 from ginfer.cuda.linear.decode_shares import share_finisher
 from ginfer.cuda.linear.decode_stream import stream
 from ginfer.cuda.linear.decode_wide import consume_by_wgmma
-from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.epilogue import EPILOGUES, Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 ALIGNMENT = 128
 WARPS = 8  # consumers: a row block
@@ -65,15 +69,16 @@ SHARED_TILES = 4  # of columns, from which on slices are finished by all who hav
 NEVER = 0xFFFFFFFF
 
 
-def finisher(NT: int) -> Any:
+def finisher(NT: int, epilogues: Collection[Epilogue]) -> Any:
     """Device function finish(c, y, workspace, block, have, cut, mine, how): the results of a row
-    block, whose slices from `have` on are added to c. mine: thread, warp and
-    lane among its consumers; how: room in shared memory, T, N, epilogue, named barrier."""
+    block, whose slices from `have` on are added to c. mine: thread, warp and lane among its
+    consumers; how: room in shared memory, T, N, epilogue (one of those), named barrier."""
     sums, consumers = NT * 4, WARPS * 32
     fetch, collect = old_results(NT), collector(sums, consumers)
-    write = result_writer(NT, consumers)
+    early = NT <= 4 and Epilogue.ADD_BF16 in epilogues  # more would not fit in registers
+    write = result_writer(NT, consumers, stores(epilogues) if early else epilogues)
     add_bf16, store_bf16 = int(Epilogue.ADD_BF16), int(Epilogue.STORE_BF16)
-    early, num_old = NT <= 4, 2 * NT if NT <= 4 else 1  # more would not fit in registers
+    num_old = 2 * NT if early else 1
 
     @cuda.jit(device=True, inline="always")
     def finish(c, y, workspace, block, have, cut, mine, how):
@@ -117,11 +122,11 @@ def waited_slices(NT: int, finish: Any) -> tuple[Any, Any]:
     return bring, settle
 
 
-def shared_slices(NT: int, finish: Any) -> tuple[Any, Any]:
+def shared_slices(NT: int, finish: Any, epilogues: Collection[Epilogue]) -> tuple[Any, Any]:
     """As waited_slices, but all are sent. settle(y, workspace, item, cut, mine, how): the shares of
     one who takes items, of whose runs `item` is the first, in the row blocks of these runs."""
     consumers = WARPS * 32
-    send, finish_share = sender(NT * 4, consumers), share_finisher(NT, consumers)
+    send, finish_share = sender(NT * 4, consumers), share_finisher(NT, consumers, epilogues)
 
     @cuda.jit(device=True, inline="always")
     def bring(c, y, workspace, place, cut, mine, how):
@@ -160,8 +165,9 @@ def linear_decode_kernel(fmt: str, NT: int, span: int, stages: int, wgmma: int):
     factor, room_bytes = UNPACK[fmt].divisor, room_nbytes(NT, consumers)
     declare, tiles_of = declare_sums(NT), stage_tiles(span, wgmma)
     consume = (consume_by_wgmma if wgmma else consume_by_mma)(fmt, NT, form)
-    finish, add_bf16 = finisher(NT), int(Epilogue.ADD_BF16)
-    bring, settle = (shared_slices if shared else waited_slices)(NT, finish)
+    epilogues, add_bf16 = EPILOGUES[fmt], int(Epilogue.ADD_BF16)
+    finish = finisher(NT, epilogues)
+    bring, settle = shared_slices(NT, finish, epilogues) if shared else waited_slices(NT, finish)
     stream_weights = stream(form, tiles_of, tokens=False)
     stream_tokens = stream(form, tiles_of, tokens=True)
 

@@ -42,7 +42,7 @@ from ginfer.cuda.linear.decode_tokens import (
     row_factors,
     row_norm,
 )
-from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.epilogue import EPILOGUES, Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 
@@ -68,7 +68,7 @@ def linear_decode_few_kernel(  # type: ignore[no-untyped-def]
     all_words, arrivals = groups * words, 1 if norm else 2
     tiles_of, silu_up = stage_tiles(span, 0), int(Epilogue.SILU_UP)
     consume_rows, consume = consume_resident(fmt, form), consume_by_mma(fmt, 1, form)
-    bring, _ = waited_slices(1, finisher(1))
+    bring, _ = waited_slices(1, finisher(1, EPILOGUES[fmt]))
     stream_weights = stream(form, tiles_of, tokens=False)
     stream_tokens = stream(form, tiles_of, tokens=True)
     all_meet, norm_rows = groups + 1, row_norm(groups, groups + 2)

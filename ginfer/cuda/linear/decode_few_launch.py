@@ -9,8 +9,8 @@ from ginfer.cuda.linear.decode import NEVER
 from ginfer.cuda.linear.decode_few import linear_decode_few_kernel
 from ginfer.cuda.linear.decode_launch import k_runs
 from ginfer.cuda.linear.decode_tokens import MOST_COLUMNS, NBYTES
+from ginfer.cuda.linear.epilogue import EPILOGUES
 from ginfer.cuda.linear.unpack import UNPACK
-from ginfer.cuda.linear.variants import EPILOGUES
 from ginfer.cuda.runtime.plan import LaunchPlan, PlanTable, Shape
 from ginfer.cuda.runtime.queue import starts_early
 from ginfer.sizes import div_ceil

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ginfer.cuda.linear.decode_results import MAX_SLICES, SLICE_TILES, X_TILE
 from ginfer.cuda.linear.decode_small import MOST_ROWS, linear_decode_small_kernel
-from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.epilogue import EPILOGUES, Epilogue
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.linear.variants import COLUMN_TILES, decode_kernel
 from ginfer.cuda.runtime.queue import starts_early
@@ -66,6 +66,9 @@ class DecodeLinear:
     K: int
     epilogue: Epilogue = Epilogue.STORE_BF16
     num_sms: int = SMS
+
+    def __post_init__(self) -> None:
+        assert self.epilogue in EPILOGUES[self.fmt], (self.fmt, self.epilogue)
 
     @property
     def is_small(self) -> bool:

@@ -32,6 +32,7 @@ from ginfer.cuda.linear.decode_results import (
     result_writer,
     slice_exchange,
 )
+from ginfer.cuda.linear.epilogue import EPILOGUES
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.jit import Build, kernel
 from ginfer.cuda.runtime.plan import LaunchPlan, Shape
@@ -93,7 +94,7 @@ def linear_decode_mma_kernel(fmt: str, NT: int, span: int) -> Build:
     tile_bytes, x_bytes, ahead = UNPACK[fmt].tile_nbytes, NT * X_TILE, STAGES - 1
     w_bytes, sums = span * tile_bytes, NT * 4
     stage_bytes = w_bytes + span * x_bytes
-    multiply, write = _multiply(fmt, NT), result_writer(NT, THREADS)
+    multiply, write = _multiply(fmt, NT), result_writer(NT, THREADS, EPILOGUES[fmt])
     locate, exchange_slices = item_locator(), slice_exchange(sums, THREADS)
 
     @cuda.jit(device=True, inline="always")

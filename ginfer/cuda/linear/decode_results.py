@@ -6,7 +6,7 @@ Legend: N rows of W, T tokens, NT tiles of 8 tokens; c: a thread's sums of a 16-
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numba import cuda, float32, int64, uint16, uint32
 
@@ -31,6 +31,9 @@ from ginfer.cuda.lib.ptx import (
     transpose_u16,
 )
 from ginfer.cuda.linear.epilogue import Epilogue
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 X_TILE = 1024  # bytes of 8 tokens x 64 columns
 SLICE_TILES = 4  # slices of K begin at multiples of 256 columns
@@ -151,10 +154,16 @@ def add_old(c, p, old, i, lane):
         c[p + 2 * h + 1] = high_f32(pair) + c[p + 2 * h + 1]
 
 
-def row_writer(NT: int) -> Any:
-    """Device function: the sums of a warp's rows to a row-major y."""
+def stores(epilogues: Collection[Epilogue]) -> set[Epilogue]:
+    """What is left of epilogues once old results have been added."""
+    return {Epilogue.STORE_BF16 if e == Epilogue.ADD_BF16 else e for e in epilogues}
+
+
+def row_writer(NT: int, epilogues: Collection[Epilogue]) -> Any:
+    """Device function: the sums of a warp's rows to a row-major y, by one of the epilogues, or
+    stored as they are (FP32)."""
     add_bf16, store_f32 = int(Epilogue.ADD_BF16), int(Epilogue.STORE_F32)
-    fetch, num_old = old_results(NT), 2 * NT
+    adds, fetch, num_old = Epilogue.ADD_BF16 in epilogues, old_results(NT), 2 * NT
 
     @cuda.jit(device=True, inline="always")
     def write_f32(c, y, first_row, end_row, lane, T, N):
@@ -183,7 +192,7 @@ def row_writer(NT: int) -> Any:
         if epilogue == uint32(store_f32):
             write_f32(c, y, first_row, end_row, lane, T, N)
         else:
-            if epilogue == uint32(add_bf16):  # all are asked for before any is used
+            if adds and epilogue == uint32(add_bf16):  # all are asked for before any is used
                 old = cuda.local.array(num_old, uint32)
                 fetch(old, y, first_row, lane, T, N)
                 for n in range(NT):
@@ -258,15 +267,16 @@ def room_nbytes(NT: int, threads: int) -> int:
     return threads // 2 * NT * 16
 
 
-def result_writer(NT: int, threads: int) -> Any:
+def result_writer(NT: int, threads: int, epilogues: Collection[Epilogue]) -> Any:
     """Device function of `threads` threads, which meet at named barrier `meet`: the sums of a
-    warp's rows from `first_row`, those below `end_row`, a multiple of 128, to y by the epilogue."""
-    write_rows, write_silu = row_writer(NT), _write_silu(NT, threads)
-    silu_up = int(Epilogue.SILU_UP)
+    warp's rows from `first_row`, those below `end_row`, a multiple of 128, to y by one of the
+    epilogues."""
+    write_rows, write_silu = row_writer(NT, epilogues), _write_silu(NT, threads)
+    gates, silu_up = Epilogue.SILU_UP in epilogues, int(Epilogue.SILU_UP)
 
     @cuda.jit(device=True, inline="always")
     def write(c, y, first_row, end_row, warp, lane, room, T, N, epilogue, meet):
-        if epilogue == uint32(silu_up):
+        if gates and epilogue == uint32(silu_up):
             write_silu(c, y, first_row, end_row, warp, lane, room, meet)
         else:
             write_rows(c, y, first_row, min(end_row, N), lane, T, N, epilogue)

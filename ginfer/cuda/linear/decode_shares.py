@@ -11,7 +11,7 @@ Legend: NT tiles of 8 columns; own: which of a row block's slices the sender's i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numba import cuda, float32, int64, uint32
 
@@ -32,8 +32,12 @@ from ginfer.cuda.linear.decode_results import (
     old_results,
     put_gated,
     row_writer,
+    stores,
 )
 from ginfer.cuda.linear.epilogue import Epilogue
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 AT_ONCE = 12  # tiles of slices that a thread asks for together
 TILE = 4  # sums of a thread in a tile
@@ -120,14 +124,15 @@ def _gated_writer(NT: int, threads: int) -> Any:
     return write
 
 
-def share_finisher(NT: int, threads: int) -> Any:
+def share_finisher(NT: int, threads: int, epilogues: Collection[Epilogue]) -> Any:
     """Device function finish(y, workspace, block, share, mine, how): this sender's share of a row
     block, once all slices are there. share: first slot, own, slices, two at least. mine: thread,
-    warp and lane; how: as `finisher`'s in `decode`."""
+    warp and lane; epilogues and how: as `finisher`'s in `decode`."""
     tiles, tile_bytes = NT // 2, threads * 16  # of a share, at most
     num_old = 2 * tiles
     gather, write_gated = _gather(NT, threads), _gated_writer(NT, threads)
-    fetch, write_rows = old_results(1), row_writer(1)
+    adds, gates = Epilogue.ADD_BF16 in epilogues, Epilogue.SILU_UP in epilogues
+    fetch, write_rows = old_results(1), row_writer(1, stores(epilogues))
     add_bf16, silu_up = int(Epilogue.ADD_BF16), int(Epilogue.SILU_UP)
     store_bf16, store_f32 = int(Epilogue.STORE_BF16), int(Epilogue.STORE_F32)
 
@@ -135,7 +140,7 @@ def share_finisher(NT: int, threads: int) -> Any:
     def write(y, place, old, rows, own, slices, lane, sizes):
         """Rows of y. rows: the warp's first, and their end."""
         T, N, epilogue = sizes
-        last = uint32(store_bf16) if epilogue == uint32(add_bf16) else epilogue
+        last = uint32(store_bf16) if adds and epilogue == uint32(add_bf16) else epilogue
         nbytes = int64(4) if epilogue == uint32(store_f32) else int64(2)
         c = cuda.local.array(TILE, float32)
         for j in range(tiles):
@@ -144,7 +149,7 @@ def share_finisher(NT: int, threads: int) -> Any:
                 q = ld_shared_u32x4(uint32(place + uint32(j * tile_bytes)))
                 for i in range(TILE):
                     c[i] = f32_from_bits(q[i])
-                if epilogue == uint32(add_bf16):
+                if adds and epilogue == uint32(add_bf16):
                     add_old(c, 0, old, 2 * j, lane)
                 at = y + int64(t) * int64(N) * nbytes
                 write_rows(c, at, rows[0], rows[1], lane, uint32(T - t), N, last)
@@ -158,7 +163,7 @@ def share_finisher(NT: int, threads: int) -> Any:
         old, some = cuda.local.array(num_old, uint32), cuda.local.array(2, uint32)
         for i in range(num_old):
             old[i] = uint32(0)
-        if epilogue == uint32(add_bf16):  # asked for while the slices are waited for
+        if adds and epilogue == uint32(add_bf16):  # asked for while the slices are waited for
             for j in range(tiles):
                 t = uint32((own + uint32(j) * slices) * uint32(8))
                 if t < T:
@@ -167,7 +172,7 @@ def share_finisher(NT: int, threads: int) -> Any:
                         old[2 * j + i] = some[i]
         place = uint32(room + thread * uint32(16))
         gather(place, workspace, first, own, slices, thread)
-        if epilogue == uint32(silu_up):
+        if gates and epilogue == uint32(silu_up):
             write_gated(y, place, first_row, own, slices, mine, meet)
         else:
             rows = (first_row, min(uint32(uint32(block + uint32(1)) * uint32(128)), N))

@@ -7,11 +7,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ginfer.cuda.lib.wgmma import WIDTHS
-from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.epilogue import EPILOGUES, Epilogue
 from ginfer.cuda.linear.prefill import linear_prefill_kernel, shared_nbytes
 from ginfer.cuda.linear.prefill_mma import linear_prefill_mma_kernel
 from ginfer.cuda.linear.unpack import UNPACK
-from ginfer.cuda.linear.variants import EPILOGUES
 from ginfer.cuda.runtime.plan import LaunchPlan, Shape
 from ginfer.cuda.runtime.tensor_map import TensorMap
 from ginfer.sizes import align_up, div_ceil

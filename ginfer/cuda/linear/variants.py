@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ginfer.cuda.linear.decode import NEVER, linear_decode_kernel
 from ginfer.cuda.linear.decode_mma import DecodeMmaPlan, linear_decode_mma_kernel
-from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.epilogue import EPILOGUES
 from ginfer.cuda.linear.unpack import UNPACK
 from ginfer.cuda.runtime.plan import LaunchPlan, PlanTable, Shape
 from ginfer.sizes import div_ceil
@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from ginfer.cuda.runtime.jit import Kernel
 
 COLUMN_TILES = (1, 2, 4, 8)  # tiles of 8 columns that a decode launch may have
-MATRIX = (Epilogue.STORE_BF16, Epilogue.ADD_BF16, Epilogue.SILU_UP)
-EPILOGUES = {  # what a model does with the sums of a format's matrices
-    "Q4G64_F16S": MATRIX,
-    "Q4G64_BF16S": MATRIX,
-    "W8G32_F16S": (Epilogue.STORE_F32,),
-    "BF16": (*MATRIX, Epilogue.STORE_F32),
-}
 # Of the ring. Where two blocks fit on a multiprocessor, those of the next kernel double up on
 # whichever ends first, which costs more than their early start wins.
 SHARED_NBYTES = 212 << 10

@@ -8,23 +8,27 @@ stands here in place of that gives the same results for what kernels are made of
 from __future__ import annotations
 
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from numba.core import types
 from numba.cuda.core import (  # type: ignore[import-not-found]
     analysis,
     base,
+    compiler_machinery,
     inline_closurecall,
     ir,
+    ir_utils,
     ssa,
     typed_passes,
     typeinfer,
+    untyped_passes,
 )
 from numba.cuda.core.errors import (  # type: ignore[import-not-found]
     ForceLiteralArg,
     TypingError,
 )
-from numba.cuda.core.rewrites import rewrite_registry  # type: ignore[import-not-found]
 from numba.cuda.core.targetconfig import ConfigStack  # type: ignore[import-not-found]
+from numba.cuda.cudadrv.nvvm import CompilationUnit
 from numba.cuda.lowering import CUDALower  # type: ignore[import-not-found]
 from numba.cuda.np import arrayobj as arrays  # type: ignore[import-not-found]
 from numba.cuda.typing.context import (  # type: ignore[import-not-found]
@@ -32,7 +36,7 @@ from numba.cuda.typing.context import (  # type: ignore[import-not-found]
 )
 
 from ginfer.cuda.runtime import lowering, structures
-from ginfer.cuda.runtime.inliner import inline_function
+from ginfer.cuda.runtime.inliner import CLOSURES, inline_function
 
 _run_ssa = ssa._run_ssa
 _resolve_call = typeinfer.TypeInferer.resolve_call
@@ -40,6 +44,7 @@ _get_call_type = types.BaseFunction.get_call_type
 _inline_closures = inline_closurecall.InlineClosureCallPass.run
 _resolve_value_type = TypingContext.resolve_value_type
 _refresh = base.BaseContext.refresh
+_has_loc = base._has_loc
 
 
 class _Names:
@@ -180,19 +185,30 @@ def _members(names: list[str], bits: int) -> set[str]:
     return found
 
 
+_with_loc: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def has_loc(function: Any) -> bool:
+    """In place of _has_loc: reads the signature of an implementation once."""
+    known = _with_loc.get(function)
+    if known is None:
+        known = _with_loc[function] = _has_loc(function)
+    return known
+
+
 def inline_closures(self: Any) -> None:
     """In place of InlineClosureCallPass.run: nothing where there is no closure and no list."""
     for block in self.func_ir.blocks.values():
         for expression in block.find_exprs():
-            if expression.op in ("make_function", "build_list"):
+            if expression.op in CLOSURES:
                 _inline_closures(self)
                 return
 
 
-def rewrite(_: Any, state: Any) -> bool:
-    """In place of NopythonRewrites.run_pass: no rewrite of ours reads the ends of lifetimes."""
-    rewrite_registry.apply("after-inference", state)
-    return True
+def nothing(*_: Any, **__: Any) -> bool:
+    """In place of passes that look for what no kernel holds (literally(), literal_unroll(), lists
+    of constants, items by name), and of checks of what Numba itself has just done."""
+    return False
 
 
 REPLACED = (
@@ -202,15 +218,24 @@ REPLACED = (
     (typeinfer.ConstraintNetwork, "propagate", propagate),
     (types.BaseFunction, "get_call_type", get_call_type),
     (TypingContext, "resolve_value_type", resolve_value_type),
+    (typeinfer, "new_error_context", lowering.ErrorContext),
     (base.BaseContext, "refresh", refresh),
+    (base, "_has_loc", has_loc),
     (analysis, "compute_live_map", compute_live_map),
     (analysis, "compute_use_defs", lowering.compute_use_defs),
     (inline_closurecall.InlineClosureCallPass, "run", inline_closures),
     (inline_closurecall.InlineWorker, "inline_function", inline_function),
-    (typed_passes.NopythonRewrites, "run_pass", rewrite),
+    (typed_passes.NopythonRewrites, "run_pass", nothing),
+    (untyped_passes.FindLiterallyCalls, "run_pass", nothing),
+    (untyped_passes.LiteralUnroll, "run_pass", nothing),
+    (untyped_passes.LiteralPropagationSubPipelinePass, "run_pass", nothing),
+    (ir_utils, "enforce_no_dels", nothing),
+    (compiler_machinery, "enforce_no_dels", nothing),
+    (CompilationUnit, "verify", nothing),
     (ir.Stmt, "list_vars", lowering.variables_of_statement),
     (ir.Expr, "list_vars", lowering.variables_of_expression),
     (CUDALower, "_find_singly_assigned_variable", lowering.find_singly_assigned),
+    (CUDALower, "lower_block", lowering.lower_block),
     (CUDALower, "storevar", lowering.store_variable),
     (CUDALower, "delvar", lowering.delete_variable),
     (CUDALower, "alloca_lltype", lowering.allocate_variable),

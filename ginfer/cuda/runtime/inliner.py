@@ -1,8 +1,8 @@
 """Numba's inliner for front_end: a device function is translated once, then copied into callers.
 
-Numba translates a device function from its bytecode at every call of it, in every kernel. Here the
-result is kept, for all functions of the same code over the same constants too, and a call copies it
-with its variables renamed.
+Numba translates a device function from its bytecode at every call of it, in every kernel, with all
+that it calls in its place. Here the result is kept, for all functions of the same code over the
+same constants too, without what it calls, and a call copies it with its variables renamed.
 """
 
 from __future__ import annotations
@@ -13,15 +13,26 @@ from weakref import WeakKeyDictionary
 
 from numba.cuda.core import (  # type: ignore[import-not-found]
     bytecode,
+    compiler_machinery,
     inline_closurecall,
     ir,
     ir_utils,
+    untyped_passes,
 )
 
 MAX_FUNCTIONS = 1000
 PLAIN = int, bool, str, type(None)
 SHARED = ir.Const, ir.Global, ir.FreeVar  # nothing changes them once they are made
 COPIED = ir.SetItem, ir.StaticSetItem
+CLOSURES = "make_function", "build_list"  # Numba's work
+OWN_PASSES = (
+    untyped_passes.TranslateByteCode,
+    untyped_passes.FixupArgs,
+    untyped_passes.IRProcessing,
+    untyped_passes.RewriteSemanticConstants,
+    untyped_passes.DeadBranchPrune,
+    untyped_passes.GenericRewrites,
+)
 
 _inline_function = inline_closurecall.InlineWorker.inline_function
 
@@ -30,9 +41,8 @@ _inline_function = inline_closurecall.InlineWorker.inline_function
 class Inlinable:
     """What a call of a device function is replaced with; nothing here leads to the function."""
 
-    name: str
     parameters: int
-    variables: dict[str, Any]  # name: location
+    variables: dict[str, Any]  # name: what stands before and behind a number in a copy's; location
     blocks: dict[int, Any]  # by label, in topological order
 
     known: ClassVar[WeakKeyDictionary[Any, Inlinable | None]] = WeakKeyDictionary()
@@ -55,7 +65,11 @@ class Inlinable:
     @classmethod
     def translate(cls, worker: Any, function: Any) -> Inlinable | None:
         """From the bytecode of a function."""
-        found = worker.run_untyped_passes(function)
+        everything, worker._compiler_pipeline = worker._compiler_pipeline, _own_passes
+        try:
+            found = worker.run_untyped_passes(function)
+        finally:
+            worker._compiler_pipeline = everything
         worker.validator(found)
         blocks = inline_closurecall.simplify_CFG(found.blocks)
         for block in blocks.values():
@@ -68,12 +82,20 @@ class Inlinable:
         if not all(map(_is_known, statements)):
             return None
         (scope,) = {id(block.scope): block.scope for block in blocks.values()}.values()
+        names = {v.name: v.loc for v in scope.localvars._con.values()}
+        names |= {v.name: v.loc for s in statements for v in s.list_vars()}  # star arguments
         return cls(
-            found.func_id.func_qualname,
             len(_parameters(found)),
-            {v.name: v.loc for v in scope.localvars._con.values()},
+            {n: (*_renamed(found.func_id.func_qualname, n), loc) for n, loc in names.items()},
             {label: blocks[label] for label in inline_closurecall.find_topo_order(blocks)},
         )
+
+
+def _renamed(function: str, name: str) -> list[str]:
+    """The two parts of a copied variable's name, as Numba makes them, around a number."""
+    rename = inline_closurecall._created_inlined_var_name
+    parts: list[str] = rename(f"{function}$\0", name).split("\0")
+    return parts
 
 
 def meaning(function: Any) -> Any:
@@ -103,8 +125,19 @@ def _assigns_free(function_ir: Any, function: Any) -> bool:
 def _is_known(statement: Any) -> bool:
     kind = type(statement)
     if kind is ir.Assign:
-        return type(statement.value) in (ir.Expr, ir.Var, ir.Arg, *SHARED)
+        value = statement.value
+        plain = type(value) in (ir.Var, ir.Arg, *SHARED)
+        return plain or (type(value) is ir.Expr and value.op not in CLOSURES)
     return kind in (ir.Jump, ir.Branch, ir.Return, *COPIED)
+
+
+def _own_passes(_: Any) -> Any:
+    """What makes of a function's bytecode what is copied. Calls in it are replaced in the copy, in
+    one kernel, not in every function on the way there."""
+    passes = compiler_machinery.PassManager("inlined")
+    for one in OWN_PASSES:
+        passes.add_pass(one, one._name)
+    return passes
 
 
 def _return_plainly(block: Any) -> None:
@@ -136,10 +169,10 @@ def _insert(found: Inlinable, caller: Any, block: Any, i: int) -> Any:
     labels, scope, instruction = ir_utils._the_max_label, block.scope, block.body[i]
     offset = max(labels.next(), max(caller.blocks)) + 1
     labels.update(max(found.blocks) + offset)
-    prefix = f"{found.name}${next(bytecode.FunctionIdentity._unique_ids)}"
-    rename = inline_closurecall._created_inlined_var_name
+    call = next(bytecode.FunctionIdentity._unique_ids)  # makes the names of this copy new
     variables = {
-        name: scope.redefine(rename(prefix, name), loc=loc) for name, loc in found.variables.items()
+        name: scope.define(f"{first}{call}{last}", loc)
+        for name, (first, last, loc) in found.variables.items()
     }
     rest = ir.Block(scope, block.loc)
     rest.body, block.body = block.body[i + 1 :], block.body[:i]

@@ -12,6 +12,7 @@ from typing import Any
 from llvmlite.ir import Constant
 from numba.cuda import cgutils
 from numba.cuda.core import analysis, ir  # type: ignore[import-not-found]
+from numba.cuda.core.errors import NumbaError  # type: ignore[import-not-found]
 
 
 def collect_variables(value: Any, found: list[Any]) -> None:
@@ -79,6 +80,39 @@ def find_singly_assigned(self: Any) -> None:
     defined = set[str]().union(*found.defmap.values())
     self._singly_assigned_vars = {n for n in defined - elsewhere if assigned[n] == 1}
     self._blk_local_varmap = {}
+
+
+class ErrorContext:
+    """In place of new_error_context: says where an error of ours arose, and costs nothing else."""
+
+    def __init__(self, text: str, *args: Any, **kwargs: Any) -> None:
+        self.parts = text, args, kwargs
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, NumbaError):
+            text, args, kwargs = self.parts
+            error.add_context(text.format(*args, **kwargs))
+
+
+def lower_block(self: Any, block: Any) -> None:
+    """In place of Lower.lower_block: without notes for a debugger and their texts."""
+    self.pre_block(block)
+    for statement in block.body:
+        self.loc, kind = statement.loc, type(statement)
+        with ErrorContext('lowering "{0}" at {1}', statement, statement.loc):
+            if kind is ir.Assign:
+                name, value = statement.target.name, statement.value
+                lowered = self.lower_assign(self.typeof(name), statement)
+                index = value.index + 1 if type(value) is ir.Arg else None
+                self.storevar(lowered, name, argidx=index)
+            elif kind is ir.Del:
+                self.delvar(statement.value)
+            else:
+                self.lower_inst(statement)
+    self.post_block(block)
 
 
 def delete_variable(self: Any, name: str) -> None:

@@ -128,7 +128,13 @@ def test_what_makes_numba_faster_changes_no_code(monkeypatch):
         rms_norm_kernel(0, 0),
         acceptance_settle_kernel(0),
     )
-    ours = [text(item) for item in items]
+
+    def fault():
+        with pytest.raises(InternalError, match="does not compile") as caught:
+            compile_ptx(kernels.wrong_kernel(), "80")
+        return str(caught.value)
+
+    ours, says = [text(item) for item in items], fault()
     plain = spec_from_file_location("plain_postproc", compiler.postproc.__file__)
     module = module_from_spec(plain)
     plain.loader.exec_module(module)
@@ -140,6 +146,7 @@ def test_what_makes_numba_faster_changes_no_code(monkeypatch):
         monkeypatch.setattr(owner, name, replacement)
     assert [text(item) for item in items] == ours
     assert Inlinable.known[kernels.clamp.py_func]
+    assert fault() == says
     assert [text(item) for item in items] == ours  # of functions that are known already
 
 

@@ -2,10 +2,11 @@
 
 import pytest
 
+from ginfer.cuda.linear.decode_launch import DecodeLinear
 from ginfer.cuda.linear.decode_mma import DecodeMmaPlan
+from ginfer.cuda.linear.epilogue import EPILOGUES, Epilogue
 from ginfer.cuda.linear.variants import (
     COLUMN_TILES,
-    EPILOGUES,
     LinearDecodePlan,
     decode_kernel,
     image_kernels,
@@ -72,3 +73,13 @@ def test_a_small_matrix_has_less_under_way_when_its_tokens_come():
         for shape in ((5120, 6144), (5120, 17408))
     )
     assert small.span * small.stages < large.span * large.stages
+
+
+@pytest.mark.parametrize("fmt", EPILOGUES)
+def test_a_matrix_refuses_an_epilogue_that_kernels_of_its_format_are_built_without(fmt):
+    for epilogue in Epilogue:
+        if epilogue in EPILOGUES[fmt]:
+            DecodeLinear(w=0, fmt=fmt, N=128, K=64, epilogue=epilogue)
+        else:
+            with pytest.raises(AssertionError, match=fmt):
+                DecodeLinear(w=0, fmt=fmt, N=128, K=64, epilogue=epilogue)

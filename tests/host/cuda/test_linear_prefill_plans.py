@@ -3,7 +3,7 @@
 import pytest
 
 from ginfer.cuda.lib.wgmma import WIDTHS
-from ginfer.cuda.linear.epilogue import Epilogue
+from ginfer.cuda.linear.epilogue import EPILOGUES, Epilogue
 from ginfer.cuda.linear.prefill import shared_nbytes
 from ginfer.cuda.linear.prefill_launch import (
     COSTS,
@@ -12,7 +12,6 @@ from ginfer.cuda.linear.prefill_launch import (
     prefill_kernel,
     token_maps,
 )
-from ginfer.cuda.linear.variants import EPILOGUES
 from ginfer.cuda.runtime.compiler import MAX_SHARED_NBYTES
 from ginfer.formats import TILE_NBYTES
 
