@@ -25,9 +25,9 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def narrow() -> Iterator[Server]:
     """One request at once, two waiting for at most 2 s; impatient with clients. Its context lets a
-    request take the lane for longer than that on a GPU too."""
+    request, without drafts and graphs, take the lane for longer than that on a GPU too."""
     engine = {"max_concurrency": 1, "max_pending": 2, "pending_timeout_s": 2.0}
-    engine["max_context"] = 16_384
+    engine |= {"max_context": 16_384, "spec": "none", "cuda_graphs": False}
     with Server.launch(
         engine=engine, keepalive_s=0.2, request_timeout_s=1.0, send_timeout_s=1.0
     ) as running:
