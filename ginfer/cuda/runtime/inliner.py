@@ -1,23 +1,28 @@
 """Numba's inliner for front_end: a device function is translated once, then copied into callers.
 
 Numba translates a device function from its bytecode at every call of it, in every kernel, with all
-that it calls in its place. Here the result is kept, for all functions of the same code over the
-same constants too, without what it calls, and a call copies it with its variables renamed.
+that it calls in its place. Here its code is translated once, whatever constants it stands over;
+what is left of it over its constants is kept too, without what it calls, for all functions of the
+same code over the same constants; and a call copies that with its variables renamed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+from numba.core import types
 from numba.cuda.core import (  # type: ignore[import-not-found]
+    analysis,
     bytecode,
-    compiler_machinery,
     inline_closurecall,
+    interpreter,
     ir,
     ir_utils,
-    untyped_passes,
+    postproc,
+    rewrites,
 )
 
 MAX_FUNCTIONS = 1000
@@ -25,14 +30,6 @@ PLAIN = int, bool, str, type(None)
 SHARED = ir.Const, ir.Global, ir.FreeVar  # nothing changes them once they are made
 COPIED = ir.SetItem, ir.StaticSetItem
 CLOSURES = "make_function", "build_list"  # Numba's work
-OWN_PASSES = (
-    untyped_passes.TranslateByteCode,
-    untyped_passes.FixupArgs,
-    untyped_passes.IRProcessing,
-    untyped_passes.RewriteSemanticConstants,
-    untyped_passes.DeadBranchPrune,
-    untyped_passes.GenericRewrites,
-)
 
 _inline_function = inline_closurecall.InlineWorker.inline_function
 
@@ -56,20 +53,14 @@ class Inlinable:
         if function not in cls.known:
             key = meaning(function)
             if key not in cls.alike:
-                cls.alike[key] = function, cls.translate(worker, function)
-                if len(cls.alike) > MAX_FUNCTIONS:
-                    del cls.alike[next(iter(cls.alike))]
+                _keep(cls.alike, key, (function, cls.translate(worker, function)))
             cls.known[function] = cls.alike[key][1]
         return cls.known[function]
 
     @classmethod
     def translate(cls, worker: Any, function: Any) -> Inlinable | None:
-        """From the bytecode of a function."""
-        everything, worker._compiler_pipeline = worker._compiler_pipeline, _own_passes
-        try:
-            found = worker.run_untyped_passes(function)
-        finally:
-            worker._compiler_pipeline = everything
+        """That of a function that is not known."""
+        found = _own(function)
         worker.validator(found)
         blocks = inline_closurecall.simplify_CFG(found.blocks)
         for block in blocks.values():
@@ -131,13 +122,55 @@ def _is_known(statement: Any) -> bool:
     return kind in (ir.Jump, ir.Branch, ir.Return, *COPIED)
 
 
-def _own_passes(_: Any) -> Any:
-    """What makes of a function's bytecode what is copied. Calls in it are replaced in the copy, in
-    one kernel, not in every function on the way there."""
-    passes = compiler_machinery.PassManager("inlined")
-    for one in OWN_PASSES:
-        passes.add_pass(one, one._name)
-    return passes
+def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    """Put a value into a dictionary that has at most MAX_FUNCTIONS."""
+    kept[key] = value
+    if len(kept) > MAX_FUNCTIONS:
+        del kept[next(iter(kept))]
+
+
+_of_code: dict[Any, tuple[Any, Any]] = {}  # by code and globals: a function that has them, its IR
+
+
+def _own(function: Any) -> Any:
+    """What Numba's passes make of a function before it is copied. Calls in it are replaced in the
+    copy, in one kernel, not in every function on the way there."""
+    key = id(function.__code__), id(function.__globals__)
+    if key not in _of_code:
+        identity = bytecode.FunctionIdentity.from_function(function)
+        general = interpreter.Interpreter(identity).interpret(bytecode.ByteCode(identity))
+        postproc.PostProcessor(general).run()
+        _keep(_of_code, key, (function, general))
+    found = _over(_of_code[key][1], function)
+    arguments = found.arg_count * (types.pyobject,)
+    analysis.rewrite_semantic_constants(found, arguments)
+    analysis.dead_branch_prune(found, arguments)
+    state = SimpleNamespace(func_ir=found, typemap=None, calltypes=None)
+    rewrites.rewrite_registry.apply("before-inference", state)
+    return found
+
+
+def _over(general: Any, function: Any) -> Any:
+    """The IR of a function's code over what the function holds. Expressions are not copied: passes
+    put others in their place."""
+    cells = function.__closure__ or ()
+    held = {n: c.cell_contents for n, c in zip(function.__code__.co_freevars, cells, strict=True)}
+    found, (old, *_) = general.copy(), [block.scope for block in general.blocks.values()]
+    scope = ir.Scope(old.parent, old.loc)
+    scope.localvars._con |= old.localvars._con
+    for block in found.blocks.values():
+        block.scope, block.body = scope, [_statement_over(s, held) for s in block.body]
+    found._definitions = ir_utils.build_definitions(found.blocks)
+    return found
+
+
+def _statement_over(old: Any, held: dict[str, Any]) -> Any:
+    new = object.__new__(type(old))
+    new.__dict__ = dict(old.__dict__)
+    value = new.__dict__.get("value")
+    if type(value) is ir.FreeVar:
+        new.value = ir.FreeVar(value.index, value.name, held[value.name], value.loc)
+    return new
 
 
 def _return_plainly(block: Any) -> None:

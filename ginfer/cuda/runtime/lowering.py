@@ -54,28 +54,31 @@ def compute_use_defs(blocks: Any) -> Any:
     for label, block in blocks.items():
         used, defined = uses.setdefault(label, set()), definitions.setdefault(label, set())
         for statement in block.body:
-            names = [variable.name for variable in statement.list_vars()]
+            found: list[Any] = []
             if type(statement) is ir.Assign:
-                found: list[Any] = []
                 collect_variables(statement.value, found)
-                if statement.target.name not in [variable.name for variable in found]:
-                    defined.add(statement.target.name)
-            elif type(statement) is ir.Del:
-                names.append(statement.value)
-            used.update(name for name in names if name not in defined)
+                names, target = {variable.name for variable in found}, statement.target.name
+                if target not in names:
+                    defined.add(target)
+            else:
+                collect_variables(list(statement.__dict__.values()), found)
+                names = {variable.name for variable in found}
+            used |= names - defined
     return analysis._use_defs_result(usemap=uses, defmap=definitions)
 
 
 def find_singly_assigned(self: Any) -> None:
-    """In place of Lower._find_singly_assigned_variable: one walk for all variables."""
-    blocks = self.func_ir.blocks
-    found = analysis.compute_use_defs(blocks)
-    elsewhere = set[str]().union(*found.usemap.values())
+    """In place of Lower._find_singly_assigned_variable: one walk for all variables, and what was
+    found where the ends of lives were written into the blocks. Those at the start of a block use
+    what other blocks define."""
+    lives = self.func_ir.variable_lifetime
+    found, ended = lives.usedefs, lives.deadmaps.escaping
+    elsewhere = set[str]().union(*found.usemap.values(), *ended.values())
     assigned = Counter(
         statement.target.name
-        for block in blocks.values()
+        for block in self.func_ir.blocks.values()
         for statement in block.body
-        if isinstance(statement, ir.assign_types)
+        if type(statement) is ir.Assign
     )
     defined = set[str]().union(*found.defmap.values())
     self._singly_assigned_vars = {n for n in defined - elsewhere if assigned[n] == 1}
@@ -132,10 +135,7 @@ def store_variable(self: Any, value: Any, name: str, argidx: Any = None) -> None
     if name in self._singly_assigned_vars:
         self._blk_local_varmap[name] = value
     else:
-        pointer = self.getvar(name)
-        if argidx is None:
-            self.builder.load(pointer)  # as in delete_variable
-        self.builder.store(value, pointer)
+        self.builder.store(value, self.getvar(name))
 
 
 def allocate_variable(self: Any, name: str, lltype: Any, datamodel: Any = None) -> Any:
