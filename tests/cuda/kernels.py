@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from ginfer.cuda.lib.ptx import (
     add_rn_f32,
@@ -261,3 +261,44 @@ def calls_kernel(threads):
             i = uint32(i + uint32(threads))
 
     return Build(calls, threads)
+
+
+@kernel(int64, int32, int32, int32)
+def ranges_kernel(threads):
+    """Loops over ranges: of constants and of arguments, up, down, by steps, of no number at all."""
+    few = 3
+
+    @cuda.jit(launch_bounds=threads)
+    def ranges(y, first, last, step):
+        at = y
+        for i in range(few):
+            for j in range(i, last, 5):
+                st_global_u32(at, uint32(i * 100 + j))
+                at += 4
+        for i in range(last):
+            if i == 7:
+                continue
+            st_global_u32(at, uint32(i))
+            at += 4
+        for i in range(uint32(last)):
+            st_global_u32(at, uint32(i + first))
+            at += 4
+        for i in range(first, last, step):
+            st_global_u32(at, uint32(i))
+            at += 4
+        for i in range(last, first, -2):
+            st_global_u32(at, uint32(i))
+            at += 4
+        for i in range(9, 2, -3):
+            st_global_u32(at, uint32(i))
+            at += 4
+        for i in range(2, 2):
+            st_global_u32(at, uint32(i))
+            at += 4
+        for i in range(1, 12, 4):
+            if i > last:
+                break
+            st_global_u32(at, uint32(i))
+            at += 4
+
+    return Build(ranges, threads)

@@ -35,7 +35,7 @@ from numba.cuda.typing.context import (  # type: ignore[import-not-found]
     BaseContext as TypingContext,
 )
 
-from ginfer.cuda.runtime import lowering, structures
+from ginfer.cuda.runtime import lowering, ranges, structures
 from ginfer.cuda.runtime.inliner import CLOSURES, inline_function
 
 _run_ssa = ssa._run_ssa
@@ -236,6 +236,7 @@ REPLACED = (
     (ir.Expr, "list_vars", lowering.variables_of_expression),
     (CUDALower, "_find_singly_assigned_variable", lowering.find_singly_assigned),
     (CUDALower, "lower_block", lowering.lower_block),
+    (CUDALower, "lower_expr", ranges.lower_expression),
     (CUDALower, "storevar", lowering.store_variable),
     (CUDALower, "delvar", lowering.delete_variable),
     (CUDALower, "alloca_lltype", lowering.allocate_variable),

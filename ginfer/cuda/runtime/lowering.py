@@ -10,7 +10,6 @@ from collections import Counter
 from typing import Any
 
 from llvmlite.ir import Constant
-from numba.cuda import cgutils
 from numba.cuda.core import analysis, ir  # type: ignore[import-not-found]
 from numba.cuda.core.errors import NumbaError  # type: ignore[import-not-found]
 
@@ -139,5 +138,6 @@ def store_variable(self: Any, value: Any, name: str, argidx: Any = None) -> None
 
 
 def allocate_variable(self: Any, name: str, lltype: Any, datamodel: Any = None) -> Any:
-    """In place of CUDALower.alloca_lltype."""
-    return cgutils.alloca_once(self.builder, lltype, name=name)
+    """In place of CUDALower.alloca_lltype: nothing is read before it is stored."""
+    with self.builder.goto_entry_block():
+        return self.builder.alloca(lltype, name=name)

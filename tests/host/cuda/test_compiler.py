@@ -125,6 +125,7 @@ def test_what_makes_numba_faster_changes_no_code(monkeypatch):
     items = (
         kernels.sum_of_ranks_kernel(64),
         kernels.calls_kernel(32),
+        kernels.ranges_kernel(32),
         rms_norm_kernel(0, 0),
         acceptance_settle_kernel(0),
     )
