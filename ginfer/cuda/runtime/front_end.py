@@ -23,11 +23,11 @@ from numba.cuda.core import (  # type: ignore[import-not-found]
     typeinfer,
     untyped_passes,
 )
+from numba.cuda.core.compiler import CompilerBase  # type: ignore[import-not-found]
 from numba.cuda.core.errors import (  # type: ignore[import-not-found]
     ForceLiteralArg,
     TypingError,
 )
-from numba.cuda.core.targetconfig import ConfigStack  # type: ignore[import-not-found]
 from numba.cuda.cudadrv.nvvm import CompilationUnit
 from numba.cuda.lowering import CUDALower  # type: ignore[import-not-found]
 from numba.cuda.np import arrayobj as arrays  # type: ignore[import-not-found]
@@ -45,6 +45,7 @@ _inline_closures = inline_closurecall.InlineClosureCallPass.run
 _resolve_value_type = TypingContext.resolve_value_type
 _refresh = base.BaseContext.refresh
 _has_loc = base._has_loc
+_compile_core = CompilerBase._compile_core
 
 
 class _Names:
@@ -95,22 +96,36 @@ def run_block_rewrite(blocks: Any, states: Any, handler: Any) -> Any:
 
 
 class _Kernel:
-    """What has been found for the kernel that is being compiled; its flags are an object of their
-    own."""
+    """What has been found for the function that is being compiled; None where there is none."""
 
-    flags: ClassVar[Any] = None
-    found: ClassVar[dict[Any, Any]] = {}
+    found: ClassVar[dict[Any, Any] | None] = None
 
     @classmethod
     def once(cls, key: Any, find: Any) -> Any:
         """What find() returned for an equal key, or returns now."""
-        flags = ConfigStack.top_or_none()
-        if flags is None or cls.flags is not flags:
-            cls.flags, cls.found = flags, {}
-        found, known = cls.found, cls.found.get(key)
+        if cls.found is None:
+            return find()
+        known = cls.found.get(key)
         if known is None:
-            known = found[key] = find()
+            known = cls.found[key] = find()
         return known
+
+
+def compile_core(self: Any) -> Any:
+    """In place of CompilerBase._compile_core: one may be compiled amid another."""
+    outer, _Kernel.found = _Kernel.found, {}
+    try:
+        return _compile_core(self)
+    finally:
+        _Kernel.found = outer
+
+
+def hash_of_type(self: Any) -> int:
+    """In place of Type.__hash__: the key of a type does not change."""
+    known: int | None = self.__dict__.get("_hash")
+    if known is None:
+        known = self._hash = hash(self.key)
+    return known
 
 
 def get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
@@ -214,6 +229,8 @@ def nothing(*_: Any, **__: Any) -> bool:
 REPLACED = (
     (ssa, "_run_ssa", run_ssa),
     (ssa, "_run_block_rewrite", run_block_rewrite),
+    (CompilerBase, "_compile_core", compile_core),
+    (types.Type, "__hash__", hash_of_type),
     (typeinfer.TypeInferer, "resolve_call", resolve_call),
     (typeinfer.ConstraintNetwork, "propagate", propagate),
     (types.BaseFunction, "get_call_type", get_call_type),
