@@ -152,6 +152,22 @@ class ForwardBatch:
         """B."""
         return len(self.starts)
 
+    def next_round(self) -> ForwardBatch:
+        """The plain round that goes on where this one ends, as long as no row comes to another page
+        or block, without the time of constructors. Where slots come in pairs, the other one of each
+        is written."""
+        stops, moved = self.starts + np.int32(1), object.__new__(ForwardBatch)
+        assert self.selection is not None
+        moved.__dict__.update(
+            self.__dict__,
+            positions=self.positions + np.int32(1),
+            starts=stops,
+            state_in=self.state_out,
+            state_out=self.state_in,
+            selection=self.selection.at(stops + np.int32(1)),
+        )
+        return moved
+
     @property
     def row_runs(self) -> list[tuple[int, int]]:
         """(first, last + 1) of the rows that recurrent blocks compute together, one run after the

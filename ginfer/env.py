@@ -40,16 +40,23 @@ FAULT_FILE = EnvVar(
 ALL = (CACHE_DIR, THREADS, DEMO_CHECKPOINT, LAUNCH_CHECK, FAULT_FILE)
 
 
-def requested_fault() -> tuple[str, int]:
-    """(kind, row) that the file GINFER_FAULT_FILE asks for, which is removed; ("", 0): none."""
-    if not (path := FAULT_FILE.read()):
-        return "", 0
-    try:
-        kind, _, row = Path(path).read_text().partition(" ")
-        Path(path).unlink()
-    except FileNotFoundError:
-        return "", 0
-    return kind, int(row or 0)
+class FaultFile:
+    """The file that GINFER_FAULT_FILE names now."""
+
+    def __init__(self) -> None:
+        name = FAULT_FILE.read()
+        self._path = Path(name) if name else None
+
+    def take(self) -> tuple[str, int]:
+        """(kind, row) that the file asks for, which is removed; ("", 0): none."""
+        if self._path is None:
+            return "", 0
+        try:
+            kind, _, row = self._path.read_text().partition(" ")
+            self._path.unlink()
+        except FileNotFoundError:
+            return "", 0
+        return kind, int(row or 0)
 
 
 def cache_root() -> Path:

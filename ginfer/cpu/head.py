@@ -11,7 +11,7 @@ from ginfer.cpu import sampling
 from ginfer.cpu.linear import linear
 from ginfer.cpu.norm import rms_norm
 from ginfer.cpu.stage import slice_draws, stage_draws
-from ginfer.env import requested_fault
+from ginfer.env import FaultFile
 from ginfer.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 
     F32 = NDArray[np.float32]
     I32 = NDArray[np.int32]
-
-
-def _fail_if_asked(logits: F32) -> None:
-    """Test hook: make a row of logits NaN, or end the engine, as a file says."""
-    kind, row = requested_fault()
-    if kind == "nan":
-        logits[row] = np.nan
-    elif kind == "trap":
-        raise DeviceError("a fault that was asked for", context_lost=True)
 
 
 def make_chosen(R: int, num_top: int) -> sampling.Chosen:
@@ -59,6 +50,7 @@ class Head:
         self.counts = np.zeros((num_lanes, spec.num_token_ids), np.int32)
         self.tokens = np.zeros((1 + num_drafts, num_lanes), np.int32)
         self.scratch = sampling.make_scratch(threads, spec.num_token_ids)
+        self._faults = FaultFile()
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +76,16 @@ class Head:
         x, logits = self._normed[:R], self._logits[:R]
         rms_norm(x, hidden[columns], self._model.final_norm, np.float32(self._spec.norm_eps))
         linear(logits, x, self._model.head)
-        _fail_if_asked(logits)
+        self._fail_if_asked(logits)
         return logits
+
+    def _fail_if_asked(self, logits: F32) -> None:
+        """Test hook: make a row of logits NaN, or end the engine, as a file says."""
+        kind, row = self._faults.take()
+        if kind == "nan":
+            logits[row] = np.nan
+        elif kind == "trap":
+            raise DeviceError("a fault that was asked for", context_lost=True)
 
     def select(self, hidden: F32, wanted: SelectionBatch) -> Selection:
         """Choose a token for each wanted column, and count it."""

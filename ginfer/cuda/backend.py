@@ -41,7 +41,7 @@ from ginfer.cuda.speculation import (
 )
 from ginfer.cuda.tables import tables_nbytes
 from ginfer.cuda.weights import Model, arena_nbytes, upload
-from ginfer.env import requested_fault
+from ginfer.env import FaultFile
 from ginfer.errors import ConfigError
 from ginfer.sizes import GIB, MIB, human_bytes
 from ginfer.spec import DrafterSpec, LayerKind, ModelSpec
@@ -134,6 +134,7 @@ class CudaBackend:
         self.replayed = self._closed = False
         self._known_ids = self._in_order = np.zeros(0, np.int32)  # what checks have passed
         self.clock: RoundClock | None = None
+        self._faults = FaultFile()
 
     def _taken(self) -> int:
         """Device memory that is gone since the start, whoever took it."""
@@ -340,11 +341,11 @@ class CudaBackend:
         self._selector.select(self._blocks.logits, s)
         if self.clock is not None:
             self.clock.draw_ends()
-        return self._selector.answers(s)
+        return self._selector.answers()
 
     def _fail_if_asked(self) -> None:
         """Test hook: make the logits of a row NaN, or lose the context, as a file says."""
-        kind, row = requested_fault()
+        kind, row = self._faults.take()
         if kind == "nan":
             nbytes = self._spec.vocab_size * 4
             set_bytes(Slice(self._blocks.logits + row * nbytes, nbytes), 0xFF, self._queue.stream)

@@ -188,6 +188,7 @@ class Frame:
         self._changes: dict[tuple[int, int], Group] = {}
         self._described: tuple[WorkItems, NDArray[np.int32], bytes] | None = None  # by work units
         self._laid_out: tuple[Any, ...] = (None, None, None, 0)  # what `_lay_out` has found
+        self._apart: tuple[object, object] = (None, None)  # slots of a batch that are apart
 
     def columns(self, tables: Tables) -> Columns:
         """Tables of attention."""
@@ -224,7 +225,7 @@ class Frame:
             row, place, longest = self._lay_out(batch.row_indptr)
             token = batch.starts[row] + place
             staged = Staged(tables, T, B, longest, tiles=self._decode_tiles(T))
-        elif not slots_apart(batch):
+        elif not self._are_apart(batch):
             staged = replace(staged, apart=False)
         if batch.record:
             staged = self.recorded_round(B, T)
@@ -249,6 +250,16 @@ class Frame:
             staged = self._fill_prefill(staged, batch, token)
         tables.send()
         return staged
+
+    def _are_apart(self, batch: ForwardBatch) -> bool:
+        """As `slots_apart`, once per pair of arrays, in either order."""
+        read, written, (one, other) = batch.state_in, batch.state_out, self._apart
+        if (read is one and written is other) or (read is other and written is one):
+            return True
+        if slots_apart(batch):
+            self._apart = read, written
+            return True
+        return False
 
     def _changing(self, phase: Phase, T: int, B: int) -> Group:
         """The tables that no batch has from the one before; those of rounds are looked up once."""

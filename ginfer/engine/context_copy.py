@@ -67,9 +67,10 @@ class ContextCopy:
         """Tokens so far."""
         return self._length
 
-    def append(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the request was given."""
-        ids, generated, value = self._ids, self._generated, self._last_hash
+    def follow(self, generated: Sequence[int]) -> bool:
+        """Have all tokens that the request was given so far; whether `propose` may find any."""
+        token_ids = generated[self._length - self._prompt_length :]
+        ids, windows, value = self._ids, self._generated, self._last_hash
         flags, last = self._flags, len(self._flags) - 1
         n, first = self._length, self._length - self._skipped - SHORTEST  # of the window before
         for token in token_ids:
@@ -79,18 +80,14 @@ class ContextCopy:
             ids.append(token)
             value = (value * _FACTOR + token) & _WORD
             if first >= 0:
-                ends = generated.get(value)
+                ends = windows.get(value)
                 if ends is None:
-                    generated[value] = [n]
+                    windows[value] = [n]
                     self._is_likely = flags[value & last] == 1
                 else:
                     ends.append(n)
                     self._is_likely = True
         self._length, self._last_hash = n, value
-
-    def follow(self, generated: Sequence[int]) -> bool:
-        """Have all tokens that the request was given so far; whether `propose` may find any."""
-        self.append(generated[self._length - self._prompt_length :])
         return self._is_likely
 
     def propose(self, limit: int = MAX_DRAFTS) -> list[int]:

@@ -70,13 +70,25 @@ class Acceptance:
         return gains
 
 
-@dataclass
+@dataclass(slots=True)
 class _Row:
     acceptance: dict[Origin, Acceptance]
     elapsed_s: float = 0.0
     loss_s: dict[Origin, float] = field(default_factory=lambda: defaultdict(float))
     widths: dict[Origin, int] = field(default_factory=lambda: defaultdict(int))
     full_copies: int = 0
+
+
+class _Rows(dict[int, _Row]):
+    """What is known of each request; of one that is new, nothing."""
+
+    def __init__(self, sizes: Mapping[Origin, int]) -> None:
+        super().__init__()
+        self._sizes = sizes
+
+    def __missing__(self, key: int) -> _Row:
+        row = self[key] = _Row({o: Acceptance(n) for o, n in self._sizes.items()})
+        return row
 
 
 class DraftWidths:
@@ -86,7 +98,7 @@ class DraftWidths:
     def __init__(self, costs: RoundCosts, *, learned: int, copied: int) -> None:
         """learned, copied: most drafts of the drafter and of a context copy."""
         self._costs, self._learned, self._copied = costs, learned, copied
-        self._rows: dict[int, _Row] = {}
+        self._rows = _Rows({Origin.DRAFTER: learned, Origin.COPY: copied})
         self.tried: int | None = None  # the request whose drafts in the last plan are a trial
 
     def forget(self, key: int) -> None:
@@ -97,7 +109,7 @@ class DraftWidths:
         """Drafts to verify for each request of the round."""
         may = {origin: self.may_draft(offers, origin, len(offers)) for origin in Origin}
         gains = {
-            key: self._row(key).acceptance[offer.origin].gains(offer.limit)
+            key: self._rows[key].acceptance[offer.origin].gains(offer.limit)
             if key in may[offer.origin]
             else []
             for key, offer in offers.items()
@@ -107,7 +119,7 @@ class DraftWidths:
             return dict.fromkeys(offers, 0)
         best = self._best(gains, offers)
         last = {
-            key: min(self._row(key).widths[offer.origin], len(gains[key]))
+            key: min(self._rows[key].widths[offer.origin], len(gains[key]))
             for key, offer in offers.items()
         }
         if self._rate(best, gains, offers) < (1 + KEEP) * self._rate(last, gains, offers):
@@ -119,8 +131,9 @@ class DraftWidths:
     def pass_round(self, offers: Mapping[int, Offer]) -> None:
         """A plain round of these requests went by."""
         share = self._costs.plain_s(len(offers)) / len(offers)
+        rows = self._rows
         for key, offer in offers.items():
-            row = self._row(key)
+            row = rows[key]
             row.elapsed_s += share
             row.widths[offer.origin] = 0
 
@@ -132,7 +145,7 @@ class DraftWidths:
         plain = self._costs.plain_s(num_rows)
         seconds = self._seconds(widths, offers)
         for key, offer in offers.items():
-            row, width = self._row(key), widths[key]
+            row, width = self._rows[key], widths[key]
             row.elapsed_s += seconds / num_rows
             row.widths[offer.origin] = width
             if width:
@@ -152,24 +165,17 @@ class DraftWidths:
 
     def may_draft(self, keys: Iterable[int], origin: Origin, num_rows: int) -> set[int]:
         """Those requests whose drafts from an origin can be in a plan of so many rows at all."""
-        credit = self._credit_s(num_rows)
+        rows, credit = self._rows, self._credit_s(num_rows)
         return {
             key
             for key in keys
-            if (row := self._row(key)).loss_s[origin] <= LOSS * (row.elapsed_s + credit)
+            if (row := rows[key]).loss_s[origin] <= LOSS * (row.elapsed_s + credit)
         }
 
     def copy_limit(self, key: int) -> int:
         """Most tokens that a copy may propose for the request now."""
-        full = self._row(key).full_copies >= WIDE_AFTER
+        full = self._rows[key].full_copies >= WIDE_AFTER
         return self._copied if full else min(self._learned, self._copied)
-
-    def _row(self, key: int) -> _Row:
-        row = self._rows.get(key)
-        if row is None:
-            sizes = {Origin.DRAFTER: self._learned, Origin.COPY: self._copied}
-            row = self._rows[key] = _Row({o: Acceptance(n) for o, n in sizes.items()})
-        return row
 
     def _credit_s(self, num_rows: int) -> float:
         """Time of each request of a round that counts before it has passed."""
@@ -178,7 +184,7 @@ class DraftWidths:
     def _may_lose(self, key: int, origin: Origin, seconds: float, num_rows: int) -> bool:
         """Whether the request's drafts may have cost `seconds` more than they brought; its time is
         its share of its rounds'."""
-        row = self._row(key)
+        row = self._rows[key]
         return row.loss_s[origin] + seconds <= LOSS * (row.elapsed_s + self._credit_s(num_rows))
 
     def _best(

@@ -59,7 +59,8 @@ class Drafting:
         )
         self._frontend, self._stats, self._delays = frontend, stats, delays
         self._close = frontend.token_text(frontend.reasoning_close_ids[-1])[-1]
-        self._copies: dict[int, ContextCopy | Future[ContextCopy]] = {}
+        self._copies: dict[int, ContextCopy] = {}
+        self._indexing: dict[int, Future[ContextCopy]] = {}  # of prompts that are being indexed
         self._misses: dict[int, int] = {}  # rounds without a match in a row
         self._offers: dict[int, Offer] = {}  # of the last plan
         self._ahead: tuple[int, ...] = ()  # lanes whose drafts no plan has taken
@@ -78,7 +79,7 @@ class Drafting:
         prompt = job.request.prompt
         capacity = prompt.num_tokens + job.limit
         if prompt.num_tokens > INLINE_TOKENS:
-            self._copies[job.lane] = self._indexer.submit(ContextCopy, prompt.token_ids, capacity)
+            self._indexing[job.lane] = self._indexer.submit(ContextCopy, prompt.token_ids, capacity)
         else:
             self._copies[job.lane] = ContextCopy(prompt.token_ids, capacity)
 
@@ -86,6 +87,7 @@ class Drafting:
         """The request of a lane has ended."""
         self.widths.forget(lane)
         self._copies.pop(lane, None)
+        self._indexing.pop(lane, None)
         self._misses.pop(lane, None)
 
     # -- plans ------------------------------------------------------------------------------------
@@ -145,34 +147,29 @@ class Drafting:
 
     def _offer(self, jobs: Sequence[Job], searched: set[int]) -> dict[int, list[int]]:
         """Offers of these requests; returns the copies, which some have that are searched."""
-        copies, offers = dict[int, list[int]](), {job.lane: NOTHING for job in jobs}
+        copies, offers, indices = dict[int, list[int]](), dict[int, Offer](), self._copies
+        for lane in [lane for lane, index in self._indexing.items() if index.done()]:
+            indices[lane] = self._indexing.pop(lane).result()
         for job in jobs:
-            lane = job.lane
-            if lane in searched and (copy := self._copy(job)):
-                copies[lane], offers[lane] = copy, Offer(Origin.COPY, len(copy))
+            lane, copy, offer = job.lane, None, NOTHING
+            if lane in searched and lane in indices and not (self._delays and self._waits(lane)):
+                index = indices[lane]
+                if index.follow(job.generated):
+                    most = min(_most_drafts(job), self.widths.copy_limit(lane))
+                    copy = index.propose(most)
+            if copy:
+                self._misses[lane] = 0
+                copies[lane], offer = copy, Offer(Origin.COPY, len(copy))
             elif self._learned:
-                offers[lane] = _of_drafter(max(min(_most_drafts(job), self._learned), 0))
+                offer = _of_drafter(max(min(_most_drafts(job), self._learned), 0))
+            offers[lane] = offer
         self._offers = offers
         return copies
 
-    def _copy(self, job: Job) -> list[int]:
-        """What followed the last tokens of a request where they occurred before."""
-        lane = job.lane
-        if self._delays:
-            misses = self._misses[lane] = self._misses.get(lane, 0) + 1
-            if misses > PATIENCE and misses % SELDOM:
-                return []
-        index = self._copies[lane]
-        if not isinstance(index, ContextCopy):
-            if not index.done():
-                return []
-            index = self._copies[lane] = index.result()
-        if not index.follow(job.generated):
-            return []
-        copy = index.propose(min(_most_drafts(job), self.widths.copy_limit(lane)))
-        if copy:
-            self._misses[lane] = 0
-        return copy
+    def _waits(self, lane: int) -> bool:
+        """Whether a look-up for this lane, which delays, is to wait for another round."""
+        misses = self._misses[lane] = self._misses.get(lane, 0) + 1
+        return misses > PATIENCE and misses % SELDOM > 0
 
     def ahead(self, ordered: Round) -> tuple[int, ...]:
         """Lanes whose next drafts are worth ordering before a round is read that verifies: where

@@ -182,7 +182,7 @@ class Parts:
         graph.close()
         found["rest"] = whole - sum(us for name, us in found.items() if name != "forward")
         selections = self._backend._selector._graphs  # by rows, masked, greedy
-        found["selection"] = self._time(selections[self._rows, False, True])
+        found["selection"] = self._time(selections[self._rows, False, True][0])
         return found
 
     def _time(self, graph: Graph) -> float:

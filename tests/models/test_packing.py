@@ -14,8 +14,17 @@ from tests.engines import ids_prompt, make_request, open_demo, random_prompt, su
 LENGTHS = (100, 64, 5, 200, 130, 1, 63, 500)
 
 
+@pytest.fixture(scope="module")
+def fault(tmp_path_factory):
+    """A file whose text the engine takes for a fault that is asked for."""
+    path = tmp_path_factory.mktemp("faults") / "fault"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GINFER_FAULT_FILE", str(path))
+        yield path
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["at-once", "ahead"])
-def engine(request):
+def engine(request, fault):
     options = {"max_context": 2048, "prefix_reuse": False, "ahead": request.param}
     options["prefill_chunk"] = 1024
     with open_demo(**options, decode_gap_ms=60_000) as engine:
@@ -72,11 +81,9 @@ def test_a_cancel_in_a_packed_chunk_costs_its_request_alone(engine):
     engine.check_integrity()
 
 
-def test_a_prompt_that_fails_in_a_packed_chunk_fails_alone(engine, tmp_path, monkeypatch):
+def test_a_prompt_that_fails_in_a_packed_chunk_fails_alone(engine, fault):
     alone = [values(together(engine, [request])[0][0]) for request in some(5)]
-    fault = tmp_path / "fault"
     fault.write_text("nan 2")
-    monkeypatch.setenv("GINFER_FAULT_FILE", str(fault))
     runs = engine.between_rounds(lambda *_: [submit(engine, r) for r in some(5)])
     for i, run in enumerate(runs):
         if i == 2:

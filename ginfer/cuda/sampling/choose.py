@@ -278,8 +278,9 @@ def selection_choose_kernel(early: int):  # type: ignore[no-untyped-def]
 
     results: [R] records. tokens: [lanes] u32, the chosen id of each lane, left alone when the row
     is not sound. few: [R][MOST] u64 of `sampling.sift`, scratch afterwards. counts: [lanes][V] u32,
-    one is added for a sound row. Columns that are verified leave tokens and counts to
-    `sampling.acceptance`, those that reject their results to `sampling.rejection`.
+    one is added for a sound row. draws: positions move on by one, as the next round wants them.
+    Columns that are verified leave tokens and counts to `sampling.acceptance`, those that reject
+    their results to `sampling.rejection`; their records stay.
     """
     start, shared_words = follow(early), max(SHARED_NBYTES, MOST * 24 + 8) // 8
 
@@ -304,11 +305,13 @@ def selection_choose_kernel(early: int):  # type: ignore[no-untyped-def]
             if thread == 0:
                 row_logits = logits + int64(row) * int64(logits_nbytes)
                 give(results + int64(row) * RESULT_NBYTES, token, sound, state, row_logits)
-                if sound and how == uint32(0):
-                    lane = ld_global_u32(draw + ROW)
-                    at = counts + (int64(lane) * int64(V) + int64(token)) * 4
-                    red_global_add_u32(at, uint32(1))
-                    st_global_u32(row_of_32(tokens, lane), token)
+                if how == uint32(0):
+                    red_global_add_u32(draw + POSITION, uint32(1))
+                    if sound:
+                        lane = ld_global_u32(draw + ROW)
+                        at = counts + (int64(lane) * int64(V) + int64(token)) * 4
+                        red_global_add_u32(at, uint32(1))
+                        st_global_u32(row_of_32(tokens, lane), token)
 
     return Build(selection_choose, THREADS)
 

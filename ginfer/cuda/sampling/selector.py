@@ -1,15 +1,16 @@
 """Selector: selections as graphs, their tables, and their results on the way to the host.
 
 A selection without best ids is a graph, captured at start: per number of rows, with a mask and
-without, greedy and not; others are launched one by one. Results are copied to pinned memory behind
-it; two of them may be on their way.
+without, greedy and not, and for either place of results; others are launched one by one. Results
+lie in pinned memory, which kernels write; two of them may be on their way. Records of draws are
+sent when they change: positions that go on by one are counted on the device.
 """
 
 from __future__ import annotations
 
 from functools import cache, partial
 from itertools import product
-from operator import is_
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
 
 MAX_TOP = 32  # best ids per row
 MAX_BIAS = 1024  # entries per row
+_SAID = attrgetter(  # what requests say of draws; the same arrays come again
+    *("rows", "top_k", "temperature", "presence", "frequency", "seeds", "top_p", "min_p"),
+    *("bias_indptr", "purposes", "forced"),
+)
 
 
 def _table_words(V: int, selected: int) -> dict[str, int]:
@@ -79,22 +84,35 @@ def selector_nbytes(
 
 
 class Pending:
-    """Implements `PendingSelection`: results that a copy brings to pinned memory."""
+    """Implements `PendingSelection`: results of at most R columns in pinned memory."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._host, self._event = PinnedBuffer(nbytes), Event()
+    def __init__(self, R: int) -> None:
+        self._host, self._event = PinnedBuffer(R * (RESULT_NBYTES + MAX_TOP * 8)), Event()
+        results, top = np.split(self._host.bytes, [R * RESULT_NBYTES])
+        self._results, self._top = results.view(RESULT), top.view(np.uint64)
+        self._ids, self._sound = self._results["token"], self._results["sound"]
         self._shape, self._is_read = (0, 0), True
 
-    def order(self, results: int, top: int, *, shape: tuple[int, int], queue: Queue) -> None:
-        """Copy R results and R rows of num_top best ids, shape (R, num_top); -1: no
-        log-probabilities are wanted."""
-        R, num_top = self._shape = shape
+    @property
+    def address(self) -> int:
+        """Device address of the results."""
+        return self._host.address
+
+    def begin(self, R: int, num_top: int) -> None:
+        """Make room for R results and R rows of num_top best ids; -1: no log-probabilities are
+        wanted."""
         if not self._is_read:
             self._event.synchronize()
-        self._is_read = False
-        copy_to_host(self._host.host, results, R * RESULT_NBYTES, stream=queue.stream)
+        self._shape, self._is_read = (R, num_top), False
+
+    def order(self, top: int, queue: Queue, *, results: int = 0) -> None:
+        """Behind the work that writes results, or copies of those at an address, and of best
+        ids."""
+        R, num_top = self._shape
+        if results:
+            copy_to_host(self._host.host, results, R * RESULT_NBYTES, stream=queue.stream)
         if num_top > 0:
-            to = self._host.host + R * RESULT_NBYTES
+            to = self._host.host + self._results.nbytes
             copy_to_host(to, top, R * num_top * 8, stream=queue.stream)
         self._event.record(queue.stream)
 
@@ -103,8 +121,7 @@ class Pending:
         self._event.synchronize()
         self._is_read = True
         R, num_top = self._shape
-        results = self._host.bytes[: R * RESULT_NBYTES].view(RESULT)
-        ids, finite = results["token"].copy(), results["sound"] != 0
+        ids, finite = self._ids[:R].copy(), self._sound[:R] != 0
         if num_top < 0:
             return Selection(token_ids=ids, finite=finite, **_no_logprobs(R))
         selection = Selection(
@@ -114,18 +131,17 @@ class Pending:
             top_logprobs=np.full((R, num_top), -np.inf, np.float32),
             finite=finite,
         )
-        top = self._host.bytes[R * RESULT_NBYTES :][: R * num_top * 8].view(np.uint64)
-        _fill_logprobs(selection, results, top.reshape(R, num_top))
+        top = self._top[: R * num_top].reshape(R, num_top)
+        _fill_logprobs(selection, self._results[:R], top)
         return selection
 
     def accepted(self, firsts: I32) -> I32:
         """Wait for the accepted drafts of rows, given their first columns."""
         self._event.synchronize()
-        results = self._host.bytes[: self._shape[0] * RESULT_NBYTES].view(RESULT)
-        return np.array(results["accepted"][firsts], np.int32)
+        return np.array(self._results["accepted"][firsts], np.int32)
 
     def close(self) -> None:
-        """Free the pinned memory once the copy is done."""
+        """Free the pinned memory once the work before it is done."""
         self._event.synchronize()
         self._event.close()
         self._host.close()
@@ -188,12 +204,12 @@ class Selector:
         self._results = memory.take(sizes["results"], "selection")
         for part in (self._counts, self._tokens):
             set_bytes(part, 0, queue.stream)
-        nbytes = selected * (RESULT_NBYTES + MAX_TOP * 8)
-        self._answers = (Pending(nbytes), Pending(nbytes))
-        self._graphs: dict[tuple[int, bool, bool], Graph] = {}
+        self._answers, self._turn = (Pending(selected), Pending(selected)), 0
+        self._graphs: dict[tuple[int, bool, bool], tuple[Graph, Graph]] = {}  # of either turn
         self._said: tuple[NDArray[Any] | None, ...] = (None,)  # by requests, of the records
         self._draws = np.zeros(0, DRAW)
         self._position = np.zeros(0, np.int32)
+        self._there: tuple[object, bytes] = (None, b"")  # records on the device, their positions
         self._greedy = False
 
     @property
@@ -207,15 +223,22 @@ class Selector:
         flags = (False, True)
         for R, masked, greedy in product(range(1, self._lanes + 1), flags, flags):
             shape = SelectionShape(R, self._V, self._logits_nbytes, greedy=greedy)
-            work = partial(self._launch, logits, shape, masked=masked)
             name = f"{'greedy ' * greedy}selection of {R}{' masked' * masked}"
-            self._graphs[R, masked, greedy] = Graph(self._queue.stream, work, name=name)
+            first, second = (
+                Graph(
+                    self._queue.stream,
+                    partial(self._launch, logits, shape, pending.address, masked=masked),
+                    name=name,
+                )
+                for pending in self._answers
+            )
+            self._graphs[R, masked, greedy] = first, second
 
-    def _launch(self, logits: int, shape: SelectionShape, *, masked: bool) -> None:
-        tables = self._addresses(masked=masked)
+    def _launch(self, logits: int, shape: SelectionShape, results: int, *, masked: bool) -> None:
+        tables = self._addresses(results, masked=masked)
         select(self._queue, logits, tables=tables, scratch=self._scratch, shape=shape)
 
-    def _addresses(self, *, masked: bool, ids: int = 0) -> SelectionTables:
+    def _addresses(self, results: int, *, masked: bool, ids: int = 0) -> SelectionTables:
         at = self._tables
         return SelectionTables(
             draws=at["draws"],
@@ -223,7 +246,7 @@ class Selector:
             bias_ids=at["bias_ids"],
             bias_values=at["bias_values"],
             counts=self._counts.address,
-            results=self._results.address,
+            results=results,
             tokens=self._tokens.address,
             ids=ids,
         )
@@ -234,21 +257,24 @@ class Selector:
         R, num_top, masked = len(s.columns), max(s.num_top, 0), s.mask is not None
         assert self._selected >= R
         assert num_top <= MAX_TOP
-        self._fill(s, self._records(s))
+        records, positions = self._records(s), s.positions.tobytes()
+        if masked or self._there[0] is not records or self._there[1] != positions:
+            self._send(s, records)
+        self._there = records, (s.positions + np.int32(1)).tobytes()
+        pending = self._answers[self._turn]
+        pending.begin(R, s.num_top)
         greedy = s.num_top < 0 and self._greedy
-        graph = self._graphs.get((R, masked, greedy)) if num_top == 0 else None
-        if graph is None:
+        graphs = self._graphs.get((R, masked, greedy)) if num_top == 0 else None
+        if graphs is None:
             shape = SelectionShape(R, self._V, self._logits_nbytes, num_top, greedy)
-            self._launch(logits, shape, masked=masked)
+            self._launch(logits, shape, pending.address, masked=masked)
         else:
-            graph.replay()
+            graphs[self._turn].replay()
 
-    def answers(self, s: SelectionBatch) -> Pending:
+    def answers(self) -> Pending:
         """What `select` has just chosen, on its way to the host."""
-        pending, other = self._answers
-        self._answers = (other, pending)
-        shape, top = (len(s.columns), s.num_top), self._scratch.top.address
-        pending.order(self._results.address, top, shape=shape, queue=self._queue)
+        pending, self._turn = self._answers[self._turn], 1 - self._turn
+        pending.order(self._scratch.top.address, self._queue)
         return pending
 
     def accept(
@@ -256,11 +282,11 @@ class Selector:
     ) -> PendingRows:
         """Choose for the columns of rows that are verified and settle how far these go; rows:
         (indptr [B + 1], columns that count [B])."""
-        R, num_top, records = len(s.columns), max(s.num_top, 0), self._records(s)
-        records = verified_records(records, s, *rows)
+        R, num_top = len(s.columns), max(s.num_top, 0)
+        records = verified_records(self._records(s), s, *rows)
         assert self._selected >= R
         assert num_top <= MAX_TOP
-        self._fill(s, records)
+        self._send(s, records)
         shape = SelectionShape(
             R,
             self._V,
@@ -269,11 +295,18 @@ class Selector:
             greedy=s.num_top < 0 and self._greedy,
             rejects=bool((records["how"] & REJECTS).any()),
         )
-        tables = self._addresses(masked=s.mask is not None, ids=drafts.ids)
+        results, masked = self._results.address, s.mask is not None
+        tables = self._addresses(results, masked=masked, ids=drafts.ids)
         accept(self._queue, logits, drafts, tables=tables, scratch=self._scratch, shape=shape)
-        return PendingRows(self.answers(s), rows[0][:-1])
+        pending, self._turn = self._answers[self._turn], 1 - self._turn
+        pending.begin(R, s.num_top)
+        pending.order(self._scratch.top.address, self._queue, results=results)
+        return PendingRows(pending, rows[0][:-1])
 
-    def _fill(self, s: SelectionBatch, records: NDArray[Any]) -> None:
+    def _send(self, s: SelectionBatch, records: NDArray[Any]) -> None:
+        """Send the records of draws, and what they refer to."""
+        self._there = None, b""
+        self._position[:] = s.positions
         self._tables.begin()
         self._tables.fill("draws", records.view(np.int32))
         if len(s.bias_ids):
@@ -285,16 +318,13 @@ class Selector:
         self._tables.send()
 
     def _records(self, s: SelectionBatch) -> NDArray[Any]:
-        """The records of draws; what requests say stays from round to round, in the same arrays."""
-        said = (
-            *(s.rows, s.top_k, s.temperature, s.presence, s.frequency),
-            *(s.seeds, s.top_p, s.min_p, s.bias_indptr, s.purposes, s.forced),
-        )
+        """The records of draws but for their positions; what requests say stays from round to
+        round, in the same arrays."""
+        said = _SAID(s)
         if not all(map(is_, said, self._said)):
             assert int(s.forced.max(initial=-1)) < self._V
             self._said, self._draws = said, draw_records(s)
             self._greedy, self._position = not s.temperature.any(), self._draws["position"]
-        self._position[:] = s.positions
         return self._draws
 
     def reset(self, lanes: Sequence[int]) -> None:
@@ -305,8 +335,9 @@ class Selector:
 
     def close(self) -> None:
         """Free graphs and pinned memory."""
-        for graph in self._graphs.values():
-            graph.close()
+        for graphs in self._graphs.values():
+            for graph in graphs:
+                graph.close()
         self._graphs = {}
         self._tables.close()
         for pending in self._answers:

@@ -40,7 +40,7 @@ def searched(tokens, limit):
 def test_proposals_are_those_of_a_full_search(tokens, cut, step, limit):
     copy = ContextCopy(tokens[:cut], capacity=100)
     for i in range(cut, len(tokens), step):
-        copy.append(tokens[i : i + step])
+        copy.follow(tokens[cut : i + step])
     assert copy.propose(limit) == searched(tokens, limit)
 
 
@@ -75,7 +75,7 @@ def test_an_edited_copy_of_the_prompt_is_found_again_after_the_edit():
         while good < len(drafts) and at + good < len(answer) and drafts[good] == answer[at + good]:
             good += 1
         accepted += good
-        copy.append(answer[at : at + good + 1])
+        copy.follow(answer[: at + good + 1])
         at += good + 1
     assert accepted >= 0.8 * drafted
     assert accepted > 0.85 * len(answer)
