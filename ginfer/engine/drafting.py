@@ -147,18 +147,12 @@ class Drafting:
 
     def _offer(self, jobs: Sequence[Job], searched: set[int]) -> dict[int, list[int]]:
         """Offers of these requests; returns the copies, which some have that are searched."""
-        copies, offers, indices = dict[int, list[int]](), dict[int, Offer](), self._copies
+        copies, offers = dict[int, list[int]](), dict[int, Offer]()
         for lane in [lane for lane, index in self._indexing.items() if index.done()]:
-            indices[lane] = self._indexing.pop(lane).result()
+            self._copies[lane] = self._indexing.pop(lane).result()
         for job in jobs:
-            lane, copy, offer = job.lane, None, NOTHING
-            if lane in searched and lane in indices and not (self._delays and self._waits(lane)):
-                index = indices[lane]
-                if index.follow(job.generated):
-                    most = min(_most_drafts(job), self.widths.copy_limit(lane))
-                    copy = index.propose(most)
-            if copy:
-                self._misses[lane] = 0
+            lane, offer = job.lane, NOTHING
+            if lane in searched and (copy := self._copy(job)):
                 copies[lane], offer = copy, Offer(Origin.COPY, len(copy))
             elif self._learned:
                 offer = _of_drafter(max(min(_most_drafts(job), self._learned), 0))
@@ -166,10 +160,20 @@ class Drafting:
         self._offers = offers
         return copies
 
-    def _waits(self, lane: int) -> bool:
-        """Whether a look-up for this lane, which delays, is to wait for another round."""
-        misses = self._misses[lane] = self._misses.get(lane, 0) + 1
-        return misses > PATIENCE and misses % SELDOM > 0
+    def _copy(self, job: Job) -> list[int]:
+        """What followed the last tokens of a request where they occurred before."""
+        lane = job.lane
+        if self._delays:
+            misses = self._misses[lane] = self._misses.get(lane, 0) + 1
+            if misses > PATIENCE and misses % SELDOM:
+                return []
+        index = self._copies.get(lane)  # none while its prompt is being indexed
+        if index is None or not index.follow(job.generated):
+            return []
+        copy = index.propose(min(_most_drafts(job), self.widths.copy_limit(lane)))
+        if copy:
+            self._misses[lane] = 0
+        return copy
 
     def ahead(self, ordered: Round) -> tuple[int, ...]:
         """Lanes whose next drafts are worth ordering before a round is read that verifies: where
