@@ -128,6 +128,7 @@ class ForwardBatch:
     record: a decode batch of at most `max_recorded` columns, 16 per row, keeps its raw recurrent
     inputs, so that `Speculation.keep` can set slots state_out to the state after some of the
     columns; state_in is then another slot and stays as it is.
+    chain: rounds that go on from each other have the same one, see `next_round`.
     """
 
     phase: Phase
@@ -141,6 +142,7 @@ class ForwardBatch:
     items: WorkItems | None = None
     selection: SelectionBatch | None = None
     record: bool = False
+    chain: object = None
 
     @property
     def num_columns(self) -> int:
@@ -154,8 +156,8 @@ class ForwardBatch:
 
     def next_round(self) -> ForwardBatch:
         """The plain round that goes on where this one ends, as long as no row comes to another page
-        or block, without the time of constructors. Where slots come in pairs, the other one of each
-        is written."""
+        or block, without the time of constructors. Every row is a token on and reads the slot that
+        it has written; all else is as it was."""
         stops, moved = self.starts + np.int32(1), object.__new__(ForwardBatch)
         assert self.selection is not None
         moved.__dict__.update(

@@ -188,7 +188,7 @@ class Frame:
         self._changes: dict[tuple[int, int], Group] = {}
         self._described: tuple[WorkItems, NDArray[np.int32], bytes] | None = None  # by work units
         self._laid_out: tuple[Any, ...] = (None, None, None, 0)  # what `_lay_out` has found
-        self._apart: tuple[object, object] = (None, None)  # slots of a batch that are apart
+        self._last: tuple[object, Staged] = (None, self._rounds[0])  # chain and tables of a round
 
     def columns(self, tables: Tables) -> Columns:
         """Tables of attention."""
@@ -218,6 +218,12 @@ class Frame:
     def fill(self, batch: ForwardBatch) -> Staged:
         """Send the tables of a batch, the columns whose logits it wants among them; of a decode
         batch those that the arrays of the one before have not put there."""
+        chain, last = self._last
+        if chain is not None and batch.chain is chain:
+            last.tables.begin()
+            self._fill_changes(batch, batch.starts)
+            last.tables.send()
+            return last
         tables, T, B = self.tables[batch.phase], batch.num_columns, batch.num_rows
         staged = self.decode_round(B)
         row, token = self._columns[B], batch.starts
@@ -225,16 +231,12 @@ class Frame:
             row, place, longest = self._lay_out(batch.row_indptr)
             token = batch.starts[row] + place
             staged = Staged(tables, T, B, longest, tiles=self._decode_tiles(T))
-        elif not self._are_apart(batch):
+        elif not slots_apart(batch):
             staged = replace(staged, apart=False)
         if batch.record:
             staged = self.recorded_round(B, T)
         tables.begin()
-        tokens, state_in, state_out, rope = tables.words_of(self._changing(batch.phase, T, B))
-        tokens[:] = token
-        state_in[:] = batch.state_in
-        state_out[:] = batch.state_out
-        self._rotations.fill(rope, batch.positions)
+        self._fill_changes(batch, token)
         tables.keep("ids", batch.token_ids)
         tables.keep("row", row)
         tables.keep("indptr", batch.row_indptr)
@@ -246,23 +248,23 @@ class Frame:
             pages[:, : batch.page_table.shape[1]] = batch.page_table
         if batch.phase is Phase.DECODE:
             self._fill_units(tables, batch)
+            self._last = batch.chain, staged
         else:
             staged = self._fill_prefill(staged, batch, token)
         tables.send()
         return staged
 
-    def _are_apart(self, batch: ForwardBatch) -> bool:
-        """As `slots_apart`, once per pair of arrays, in either order."""
-        read, written, (one, other) = batch.state_in, batch.state_out, self._apart
-        if (read is one and written is other) or (read is other and written is one):
-            return True
-        if slots_apart(batch):
-            self._apart = read, written
-            return True
-        return False
+    def _fill_changes(self, batch: ForwardBatch, token: NDArray[np.int32]) -> None:
+        """The tables that no batch has from the one before."""
+        group = self._changing(batch.phase, batch.num_columns, batch.num_rows)
+        tokens, state_in, state_out, rope = self.tables[batch.phase].words_of(group)
+        tokens[:] = token
+        state_in[:] = batch.state_in
+        state_out[:] = batch.state_out
+        self._rotations.fill(rope, batch.positions)
 
     def _changing(self, phase: Phase, T: int, B: int) -> Group:
-        """The tables that no batch has from the one before; those of rounds are looked up once."""
+        """Views of those tables; those of rounds are looked up once."""
         found = self._changes.get((T, B)) if phase is Phase.DECODE else None
         if found is None:
             rows, rope = ((B,), np.int32), (T, self._spec.attention.rotary_dim)

@@ -119,7 +119,6 @@ class Rank:
     def open_lane(self, lane: int, request: Request, sequence: Sequence) -> None:
         """A request enters `lane` with the memory of `sequence`."""
         self._requests[lane], self._sequences[lane] = request, sequence
-        self._plain = None
         if self._ahead is not None and lane in self._ahead.lanes:
             self._ahead = None
         self._sampling.assign(lane, request.sampling)
@@ -224,6 +223,7 @@ class Rank:
             state_out=partners,
             items=self._items(lanes, page_table, starts, indptr),
             selection=self._sampling.select(lanes, columns, stops, purpose=Purpose.DECODE),
+            chain=object(),
         )
 
     def _items(
